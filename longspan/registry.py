@@ -53,6 +53,7 @@ CAPABILITIES: dict[str, str] = {
     "shares-heads": "gives every head of a layer the same scores",
     "content-free": "looks at positions only, never at content",
     "ragged": "may keep different numbers of tokens per head",
+    "equal-lengths": "can only hold equal numbers of tokens per head",
     "layer-budgets": "keeps different numbers of tokens per layer",
     "lossy": "stores values with less precision than the model computed",
     "profile": "needs offline statistics (`longspan profile`)",
@@ -92,7 +93,7 @@ class Knob:
     help: str
     low: float | None = None
     high: float | None = None
-    choices: tuple[str, ...] = ()
+    choices: tuple[Any, ...] = ()
     kind: str = ""
     """Set when the knob's value is itself a method of that kind (``base=snapkv()``)."""
 
@@ -107,7 +108,7 @@ class Knob:
                 raise Refused(f"{where}: expected a {self.kind}, such as the default {self.default}.")
             return
         if self.choices and value not in self.choices:
-            raise Refused(f"{where}: {nearest(str(value), self.choices, 'choice')}")
+            raise Refused(f"{where}: {nearest(str(value), map(str, self.choices), 'choice')}")
         if self.is_number:
             self._check_number(value, where)
         elif self.type.startswith("bool") and not isinstance(value, bool):
@@ -169,7 +170,7 @@ class Card:
 
 
 def knob(default: Any = dataclasses.MISSING, help: str = "", *, low: float | None = None, high: float | None = None,
-         choices: Iterable[str] = (), kind: str = "", default_factory: Callable[[], Any] | None = None) -> Any:
+         choices: Iterable[Any] = (), kind: str = "", default_factory: Callable[[], Any] | None = None) -> Any:
     """A dataclass field that is a knob: default, one-line meaning, valid range or choices."""
     meta = {"help": help, "low": low, "high": high, "choices": tuple(choices), "kind": kind}
     if default_factory is not None:

@@ -1,0 +1,342 @@
+"""The attention hook: how a recipe reaches the attention layers of an unchanged transformers model.
+
+One attention function and one mask function are registered with transformers under the name ``longspan``. While a
+handler (a recipe's run) is attached, the model's configs name that implementation; every attention call is packed into
+a `LayerCall` and handed to the handler on top of the model's stack. The key-value cache is injected before the masks
+are made, so ``generate`` stays as it is. Leaving puts back every config entry, hook and attribute that was touched.
+
+Threads: the stack hangs on the model, not on a context variable, because a streaming ``generate`` runs in a thread of
+its own. Leaving waits for forwards in flight; a thread that still generates afterwards gets an error, never garbage.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import inspect
+import threading
+import weakref
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor, nn
+from transformers import AttentionInterface, AttentionMaskInterface, DynamicCache
+from transformers.masking_utils import sdpa_mask
+
+from longspan.kernels import attend
+from longspan.models.parts import Parts, find_parts
+from longspan.registry import Refused
+
+IMPLEMENTATION = "longspan"
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """What `generate` was asked to continue."""
+
+    ids: Int[Tensor, "B P"] | None
+    length: int
+    spans: dict[str, list[tuple[int, int]]] = field(default_factory=dict)
+    """Token ranges with a meaning: ``question``, ``documents``, ``shots``, ``turns``."""
+
+
+@dataclass
+class LayerCall:
+    """One attention call of one layer, with everything a method may ask for."""
+
+    layer: int
+    q: Float[Tensor, "B Hq T D"]
+    k: Float[Tensor, "B Hkv S D"]
+    v: Float[Tensor, "B Hkv S D"]
+    scale: float
+    positions: Int[Tensor, "B T"]
+    padding: Bool[Tensor, "B N"] | None
+    """True for real tokens, one column per slot ever seen; None when there is no padding."""
+    window: int | None
+    softcap: float | None
+    parts: Parts
+    store: Any
+    """The cache layer that staged `k` and `v`, or None when the model runs without our cache."""
+    hidden: Float[Tensor, "B T C"] | None = None
+    mask4d: Tensor | None = None
+    """A ready-made mask (packed sequences, image blocks); such calls are attended densely."""
+
+    @functools.cached_property
+    def q_pre_rope(self) -> Float[Tensor, "B Hq T D"]:
+        """The queries before rotary positions were applied."""
+        return self.parts.unrotate(self.q, *self.parts.rope(self.positions, self.layer))
+
+
+class Handler(Protocol):
+    """What a recipe's run offers the hook."""
+
+    needs_hidden: bool
+
+    def new_cache(self, prompt: Prompt | None) -> Any: ...
+    def owns(self, cache: Any) -> bool: ...
+    def attend(self, call: LayerCall) -> Float[Tensor, "B Hq T D"]: ...
+    def before_generate(self, arguments: dict[str, Any]) -> None: ...
+    def after_forward(self, cache: Any) -> None: ...
+
+
+# ------------------------------------------------------------------------------------------- the registered functions
+
+_modules: weakref.WeakKeyDictionary[nn.Module, _Attached] = weakref.WeakKeyDictionary()
+
+
+def attention_function(module: nn.Module, q: Tensor, k: Tensor, v: Tensor, attention_mask: Tensor | None,
+                       scaling: float | None = None, position_ids: Tensor | None = None,
+                       sliding_window: int | None = None, softcap: float | None = None,
+                       **kwargs: Any) -> tuple[Tensor, None]:
+    """The function transformers calls for every attention layer. Returns ``(out (B,T,Hq,D), None)``."""
+    state = _modules.get(module)
+    store = getattr(k, "_longspan", None)
+    scale = q.shape[-1] ** -0.5 if scaling is None else scaling
+    handler = state.handler if state is not None else None
+    is_4d = attention_mask is not None and attention_mask.dim() == 4
+    if handler is None or state is None or (store is None and getattr(module, "is_sliding", False)) or is_4d:
+        if store is not None:
+            raise RuntimeError("a compressed cache met a mask of packed sequences; run packed batches without a recipe.")
+        out = plain_attention(q, k, v, attention_mask, scale, sliding_window, softcap)
+        return out.transpose(1, 2).contiguous(), None
+    if position_ids is None:
+        seen = store.seen if store is not None else 0
+        position_ids = torch.arange(seen, seen + q.shape[2], device=q.device)[None]
+    call = LayerCall(
+        layer=module.layer_idx, q=q, k=k, v=v, scale=scale,
+        positions=position_ids.expand(q.shape[0], -1) if position_ids.shape[0] != q.shape[0] else position_ids,
+        padding=attention_mask, window=sliding_window, softcap=softcap, parts=state.parts, store=store,
+        hidden=state.hidden.pop(module.layer_idx, None) if state.hidden else None,
+    )
+    return handler.attend(call).transpose(1, 2).contiguous(), None
+
+
+def plain_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float,
+                    window: int | None = None, softcap: float | None = None) -> Float[Tensor, "B Hq T D"]:
+    """Dense causal attention with an optional padding mask (B,N), ready-made mask (B,1,T,S), window and softcap.
+
+    Query row i stands at key slot S-T+i; a padding mask is read in its last S columns.
+    """
+    T, S = q.shape[2], k.shape[2]
+    if mask is not None and mask.dim() == 4:
+        return attend(q, k, v, scale=scale, causal=False, mask=mask[..., -S:], softcap=softcap, return_lse=False)[0]
+    allowed = None
+    if window is not None and S > window:
+        rows = torch.arange(S - T, S, device=q.device)[:, None]
+        allowed = (rows - torch.arange(S, device=q.device) < window)[None, None]
+    if mask is not None:
+        valid = mask[:, None, None, -S:]
+        allowed = valid if allowed is None else allowed & valid
+    return attend(q, k, v, scale=scale, causal=True, mask=allowed, softcap=softcap, return_lse=False)[0]
+
+
+def mask_function(*, attention_mask: Tensor | None = None, allow_is_causal_skip: bool = True, **kwargs: Any) -> Any:
+    """The mask transformers makes: the 2-D padding mask as it is, or SDPA's where more than padding is masked."""
+    if not allow_is_causal_skip:
+        return sdpa_mask(attention_mask=attention_mask, allow_is_causal_skip=False, **kwargs)
+    return attention_mask
+
+
+AttentionInterface.register(IMPLEMENTATION, attention_function)
+AttentionMaskInterface.register(IMPLEMENTATION, mask_function)
+
+
+# --------------------------------------------------------------------------------------------- attaching and leaving
+
+
+class _Attached:
+    """What is known about one model while at least one handler is attached to it."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = weakref.ref(model)
+        self.parts = find_parts(model)
+        self.stack: list[tuple[object, Handler]] = []
+        self.in_flight = 0
+        self.idle = threading.Condition(threading.RLock())
+        self.hidden: dict[int, Tensor] = {}
+        self.watching = False
+        self.pending = threading.local()
+        self.undo: list[Callable[[], Any]] = []
+
+    @property
+    def handler(self) -> Handler | None:
+        return self.stack[-1][1] if self.stack else None
+
+    # -- switching on
+
+    def switch_on(self) -> None:
+        model = self.parts.model
+        self._switch_configs(model)
+        decoder = self.parts.decoder
+        before = decoder.register_forward_pre_hook(self._before_forward, with_kwargs=True)
+        after = decoder.register_forward_hook(self._after_forward, with_kwargs=True, always_call=True)
+        self.undo += [before.remove, after.remove]
+        for i in range(self.parts.n_layers):
+            module = self.parts.attention(i)
+            _modules[module] = self
+            self.undo.append(functools.partial(_modules.pop, module, None))
+        self._wrap_generate(model)
+
+    def watch_hidden(self) -> None:
+        """Capture every layer's input from now on, once some handler asks for it."""
+        if self.watching or not any(handler.needs_hidden for _, handler in self.stack):
+            return
+        self.watching = True
+        for i in range(self.parts.n_layers):
+            hook = self.parts.attention(i).register_forward_pre_hook(self._capture_hidden, with_kwargs=True)
+            self.undo.append(hook.remove)
+
+    def _switch_configs(self, model: nn.Module) -> None:
+        configs = {id(c): c for m in model.modules() if (c := getattr(m, "config", None)) is not None}
+        for config in configs.values():
+            if hasattr(config, "_attn_implementation_internal"):
+                old = config._attn_implementation_internal
+                self.undo.append(functools.partial(setattr, config, "_attn_implementation_internal", old))
+        model.set_attn_implementation(IMPLEMENTATION)
+        attention_config = getattr(self.parts.attention(0), "config", model.config)
+        if attention_config._attn_implementation != IMPLEMENTATION:
+            self.switch_off()
+            raise Refused(f"{type(model).__name__} can't switch its attention function; expected a transformers class "
+                          "that calls ALL_ATTENTION_FUNCTIONS, such as LlamaForCausalLM.")
+
+    def _wrap_generate(self, model: nn.Module) -> None:
+        """Learn the prompt's length, which the cache needs to know where the prompt ends."""
+        if not hasattr(model, "generate"):
+            return
+        original = model.generate
+        signature = inspect.signature(original)
+
+        @functools.wraps(original)
+        def generate(*args: Any, **kwargs: Any) -> Any:
+            given = signature.bind_partial(*args, **kwargs).arguments
+            given = {**given, **given.pop("kwargs", {})}
+            handler = self.handler
+            if handler is not None:
+                handler.before_generate(given)
+            outer = getattr(self.pending, "prompt", None)
+            self.pending.prompt = _prompt_of(given)
+            try:
+                return original(*args, **kwargs)
+            finally:
+                self.pending.prompt = outer
+
+        had = model.__dict__.get("generate")
+        model.generate = generate  # type: ignore[assignment]
+        self.undo.append(functools.partial(model.__dict__.__setitem__, "generate", had) if had is not None
+                         else functools.partial(model.__dict__.pop, "generate", None))
+
+    def switch_off(self) -> None:
+        while self.undo:
+            self.undo.pop()()
+        self.hidden.clear()
+
+    # -- hooks
+
+    def _before_forward(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict] | None:
+        with self.idle:
+            handler = self.handler
+            if handler is None:
+                return None
+            self.in_flight += 1
+        name = cache_keyword(module)
+        given = kwargs.get(name)
+        if kwargs.get("output_attentions"):
+            raise Refused("output_attentions=True can't be served while a recipe is on; attention is computed in parts.")
+        if given is None and not kwargs.get("use_cache", False):
+            return None
+        if given is None or (type(given) is DynamicCache and given.get_seq_length() == 0):
+            if getattr(given, "offloading", False):
+                raise Refused("an offloaded cache can't be combined with a recipe; leave cache_implementation unset.")
+            return args, {**kwargs, name: handler.new_cache(getattr(self.pending, "prompt", None))}
+        if not handler.owns(given):
+            raise Refused(f"the cache given ({type(given).__name__}, {given.get_seq_length()} tokens) was not made by this "
+                          "recipe; expected none, an empty DynamicCache, or a cache made while the recipe is on.")
+        return None
+
+    def _after_forward(self, module: nn.Module, args: tuple, kwargs: dict[str, Any], output: Any) -> None:
+        handler = self.handler
+        try:
+            cache = kwargs.get(cache_keyword(module))
+            if handler is not None and cache is not None and output is not None and handler.owns(cache):
+                handler.after_forward(cache)
+        finally:
+            with self.idle:
+                self.in_flight = max(0, self.in_flight - 1)
+                self.idle.notify_all()
+
+    def _capture_hidden(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
+        self.hidden[module.layer_idx] = kwargs["hidden_states"] if "hidden_states" in kwargs else args[0]
+
+
+def _prompt_of(given: dict[str, Any]) -> Prompt | None:
+    ids = given.get("inputs", given.get("input_ids"))
+    if ids is not None:
+        return Prompt(ids, ids.shape[1])
+    embeds = given.get("inputs_embeds")
+    return Prompt(None, embeds.shape[1]) if embeds is not None else None
+
+
+def cache_keyword(module: nn.Module) -> str:
+    """The name under which a decoder's forward takes its cache; it differs between versions of transformers."""
+    return _cache_keyword(type(module))
+
+
+@functools.lru_cache(maxsize=64)
+def _cache_keyword(cls: type[nn.Module]) -> str:
+    return "cache" if "cache" in inspect.signature(cls.forward).parameters else "past_key_values"
+
+
+_attached: weakref.WeakKeyDictionary[nn.Module, _Attached] = weakref.WeakKeyDictionary()
+_lock = threading.RLock()
+
+
+@contextlib.contextmanager
+def attached(model: nn.Module, handler: Handler, *, patience: float = 60.0) -> Iterator[Parts]:
+    """Run `model` under `handler` until the block ends; afterwards the model is what it was.
+
+    Blocks may nest (the inner handler rules) but not cross.
+
+    Args:
+        patience: seconds to wait on leaving for a forward that another thread still runs.
+
+    Raises:
+        Refused: the model can't be hooked.
+        RuntimeError: blocks were left in another order than entered, or a forward didn't end in time.
+    """
+    token = object()
+    with _lock:
+        state = _attached.get(model)
+        if state is None:
+            state = _attached[model] = _Attached(model)
+        state.stack.append((token, handler))
+        if len(state.stack) == 1:
+            try:
+                state.switch_on()
+            except BaseException:
+                state.stack.pop()
+                state.switch_off()
+                del _attached[model]
+                raise
+        state.watch_hidden()
+    try:
+        yield state.parts
+    finally:
+        _leave(model, state, token, patience)
+
+
+def _leave(model: nn.Module, state: _Attached, token: object, patience: float) -> None:
+    with state.idle:
+        finished = state.idle.wait_for(lambda: state.in_flight == 0, timeout=patience)
+        with _lock:
+            crossed = state.stack[-1][0] is not token
+            state.stack = [entry for entry in state.stack if entry[0] is not token]
+            if not state.stack:
+                state.switch_off()
+                _attached.pop(model, None)
+    if crossed:
+        raise RuntimeError("recipes were left in another order than entered; leave the inner `with` block first.")
+    if not finished:
+        raise RuntimeError(f"a forward was still running {patience:.0f} s after its recipe was left; join the thread first.")

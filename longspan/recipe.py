@@ -1,0 +1,315 @@
+"""Recipes: compositions of methods, written as text or as objects, and run on a model.
+
+    recipe = Recipe.parse("snapkv(budget=0.2)")
+    with recipe.on(model):
+        model.generate(**inputs)
+    recipe.achieved.cache_bytes
+
+A recipe holds any number of position parts and weight transforms, at most one selector (which query-key pairs are
+computed while the prompt is read), one cache policy (what is kept) and one decoding method. ``full`` is the empty
+recipe. Everything here decides by the kinds and capabilities on cards.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+
+from longspan import grammar
+from longspan.cache import Achieved, Budget, CachePolicy, RecipeCache, Rows, Schedule, Score, Store
+from longspan.grammar import Call, Part
+from longspan.models.hook import LayerCall, Prompt, attached, plain_attention
+from longspan.registry import Method, Refused, card
+
+if TYPE_CHECKING:
+    from longspan.prefill import Selector
+
+POLICY_KEYS = ("budget", "store", "schedule")
+SLOTS = {"score": "cache", "selector": "selector", "token-subset": "subsets", "position": "positions",
+         "weight-transform": "weights", "draft": "decoding"}
+"""Kinds that may stand as a part of a recipe, and the slot they fill."""
+
+
+@dataclass
+class Recipe:
+    """A composition of methods. Build it with `Recipe.parse`, or by giving the slots."""
+
+    cache: CachePolicy | None = None
+    selector: Selector | None = None
+    subsets: tuple[Method, ...] = ()
+    positions: tuple[Method, ...] = ()
+    weights: tuple[Method, ...] = ()
+    decoding: Method | None = None
+    name: str = ""
+    """How the user wrote it; `str(recipe)` otherwise."""
+    last_run: Run | None = field(default=None, repr=False, compare=False)
+
+    @classmethod
+    def parse(cls, text: str) -> Recipe:
+        """Read a recipe as text.
+
+        Raises:
+            Refused: unknown names or knobs (with the nearest), parts that exclude each other (with the reason).
+        """
+        parts = grammar.parse(text)
+        made = cls()
+        for part in parts:
+            if part.call.name == "full" and part.at is None and not part.call.settings:
+                continue
+            if part.call.name == "auto":
+                raise Refused("recipe 'auto' stands for what the planner chooses and needs a model and a length; "
+                              "use `longspan plan`, or `--recipe auto` where a command takes a recipe.")
+            made._add(part)
+        made.name = text.strip()
+        return made
+
+    def _add(self, part: Part) -> None:
+        kind = card(part.call.name).kind
+        if kind not in SLOTS:
+            raise Refused(f"{part.call.name} is a {kind} and can't stand alone in a recipe; {_where(kind, part.call.name)}")
+        if part.at is not None and kind != "score":
+            raise Refused(f"{part.call.name} @ {part.at.name}: only a score takes a budget behind @, "
+                          f"and {part.call.name} is a {kind}.")
+        slot = SLOTS[kind]
+        if slot in ("cache", "selector", "decoding") and getattr(self, slot) is not None:
+            raise Refused(f"{part.call.name}: the recipe already has {getattr(self, slot)} as its {slot}; expected one.")
+        made = _policy(part) if kind == "score" else grammar.build(part.call)
+        setattr(self, slot, (*getattr(self, slot), made) if slot in ("subsets", "positions", "weights") else made)
+
+    def __str__(self) -> str:
+        parts = [*self.positions, *self.weights, self.selector, *self.subsets, self.cache, self.decoding]
+        return " + ".join(str(p) for p in parts if p is not None) or "full"
+
+    def __add__(self, other: Recipe) -> Recipe:
+        return Recipe.parse(f"{self} + {other}")
+
+    @property
+    def methods(self) -> list[Method]:
+        """Every method in the recipe."""
+        policy = self.cache
+        inner = [policy.score, policy.budget, policy.store, policy.schedule] if policy else []
+        found = [*self.positions, *self.weights, self.selector, *self.subsets, *inner, self.decoding]
+        return [m for m in found if m is not None]
+
+    @contextlib.contextmanager
+    def on(self, model: nn.Module) -> Iterator[Run]:
+        """Run the model under this recipe until the block ends; then it is what it was.
+
+        Raises:
+            Refused: the model, or a `generate` argument, can't be combined with the recipe.
+        """
+        with per_row([self], model) as run:
+            self.last_run = run
+            yield run
+
+    @property
+    def achieved(self) -> Achieved:
+        """What the last cache made under this recipe holds."""
+        if self.last_run is None or self.last_run.cache is None:
+            raise Refused("the recipe hasn't run yet; use it as `with recipe.on(model): model.generate(...)`.")
+        return self.last_run.achieved
+
+
+def _policy(part: Part) -> CachePolicy:
+    """A score with its budget, store and schedule."""
+    given = {k: part.call.settings[k] for k in POLICY_KEYS if k in part.call.settings}
+    own = {k.name for k in card(part.call.name).knobs}
+    score = grammar.build(part.call, extra=tuple(k for k in POLICY_KEYS if k not in own))
+    if part.at is not None and "budget" in given:
+        raise Refused(f"{part.call.name}(budget=…) @ {part.at.name}: the budget stands twice; "
+                      f"write {part.call.name} @ {part.at.name}(budget={given['budget']}).")
+    at = part.at or Call("uniform", {"budget": given["budget"]} if "budget" in given else {})
+    if card(at.name).kind != "budget":
+        raise Refused(f"{part.call.name} @ {at.name}: {at.name} is a {card(at.name).kind}; expected a budget such as "
+                      "adakv(budget=0.2).")
+    budget = grammar.build(at)
+    store = _method(given.get("store"), "store")
+    schedule = _method(given.get("schedule"), "schedule")
+    assert isinstance(score, Score) and isinstance(budget, Budget)
+    assert store is None or isinstance(store, Store)
+    assert schedule is None or isinstance(schedule, Schedule)
+    return CachePolicy(score, budget, store, schedule)
+
+
+def _method(value: Any, kind: str) -> Method | None:
+    if value is None:
+        return None
+    if not isinstance(value, Call):
+        raise Refused(f"{kind}={value!r}: expected a {kind} by name.")
+    found = card(value.name)
+    if found.kind != kind:
+        raise Refused(f"{kind}={value.name}: {value.name} is a {found.kind}; expected a {kind}.")
+    return grammar.build(value)
+
+
+def _where(kind: str, name: str) -> str:
+    places = {"budget": f"write it behind a score, as in snapkv @ {name}(budget=0.2).",
+              "store": f"write it into a score, as in snapkv(store={name}).",
+              "schedule": f"write it into a score, as in snapkv(schedule={name}).",
+              "task": f"use it as --task {name}."}
+    return places.get(kind, f"see `longspan methods {name}`.")
+
+
+# --------------------------------------------------------------------------------------------------------- a run
+
+
+@dataclass
+class PairCount:
+    """Query-key pairs computed while reading prompts, against causal attention's."""
+
+    computed: float = 0.0
+    causal: float = 0.0
+
+    @property
+    def density(self) -> float:
+        return self.computed / self.causal if self.causal else 1.0
+
+
+class Run:
+    """One stay of recipes on a model: makes caches and answers the hook's calls."""
+
+    def __init__(self, recipes: Sequence[Recipe]) -> None:
+        self.recipes = list(recipes)
+        self.cache: RecipeCache | None = None
+        self.pairs = PairCount()
+        self.parts: Any = None
+        scores = [r.cache.score for r in recipes if r.cache is not None]
+        self.needs_hidden = any(s.card.can("hidden-states") for s in scores)
+        self._caches: list[RecipeCache] = []
+
+    # -- what the hook asks for
+
+    def new_cache(self, prompt: Prompt | None) -> RecipeCache:
+        rows = self._rows(prompt)
+        windows = [self.parts.window(i) if self._stock(i, prompt) else None for i in range(self.parts.n_layers)]
+        self.cache = RecipeCache(rows, self.parts.n_layers, windows, prompt)
+        self._caches.append(self.cache)
+        return self.cache
+
+    def _rows(self, prompt: Prompt | None) -> list[Rows]:
+        if len(self.recipes) == 1:
+            return [Rows(self.recipes[0].cache)]
+        if prompt is None or prompt.ids is None or prompt.ids.shape[0] != len(self.recipes):
+            got = "unknown" if prompt is None or prompt.ids is None else str(prompt.ids.shape[0])
+            raise Refused(f"{len(self.recipes)} recipes were given for {got} rows; expected one recipe a row.")
+        by_text: dict[str, list[int]] = {}
+        for row, recipe in enumerate(self.recipes):
+            by_text.setdefault(str(recipe.cache), []).append(row)
+        return [Rows(self.recipes[rows[0]].cache, torch.tensor(rows)) for rows in by_text.values()]
+
+    def _stock(self, layer: int, prompt: Prompt | None) -> bool:
+        """Whether a layer keeps transformers' own sliding cache: a window shorter than what is read already evicts."""
+        window = self.parts.window(layer)
+        if window is None:
+            return False
+        everywhere = all(self.parts.window(i) is not None for i in range(self.parts.n_layers))
+        return not (everywhere and (prompt is None or prompt.length < window))
+
+    def owns(self, cache: Any) -> bool:
+        return isinstance(cache, RecipeCache) and any(cache is c for c in self._caches)
+
+    def adopt(self, cache: RecipeCache) -> None:
+        """Go on with a cache made in an earlier run of the same recipes."""
+        cache.active = True
+        self._caches.append(cache)
+        self.cache = cache
+
+    def attend(self, call: LayerCall) -> Float[Tensor, "B Hq T D"]:
+        if call.store is not None:
+            return call.store.attend(call, self._reader())
+        read = self._reader()
+        valid = None if call.padding is None else call.padding[:, -call.k.shape[2] :]
+        out = read(call, call.q, call.k, call.v, valid) if read is not None and call.q.shape[2] > 1 else None
+        if out is None:
+            out = plain_attention(call.q, call.k, call.v, call.padding, call.scale, call.window, call.softcap)
+        return out
+
+    def _reader(self) -> Any:
+        return self._read if any(r.selector is not None for r in self.recipes) else None
+
+    def _read(self, call: LayerCall, q: Tensor, k: Tensor, v: Tensor, valid: Tensor | None) -> Tensor | None:
+        """Attend prompt rows by the selector's plan; None where a window or softcap asks for dense attention."""
+        from longspan.kernels import block_sparse_attention
+        from longspan.prefill import ReadContext
+
+        selector = self.recipes[0].selector
+        if selector is None or call.window is not None or call.softcap is not None:
+            return None
+        x = ReadContext(q=q, k=k, v=v, scale=call.scale, layer=call.layer, n_layers=call.parts.n_layers, valid=valid)
+        plan = selector.plan(x)
+        self.pairs.computed += float(plan.pairs)
+        self.pairs.causal += float(plan.pairs) / max(plan.density, 1e-12)
+        return block_sparse_attention(q, k, v, plan, scale=call.scale, valid=valid)
+
+    def before_generate(self, arguments: dict[str, Any]) -> None:
+        """Refuse what can't be carried, before anything runs."""
+        refuse_arguments(arguments, compresses=any(r.cache is not None for r in self.recipes))
+
+    def after_forward(self, cache: Any) -> None:
+        return None
+
+    # -- what users ask for
+
+    def commit(self, cache: RecipeCache | None = None) -> None:
+        """Compress now; for bare forwards, where only the caller knows that the prompt has ended."""
+        target = cache or self.cache
+        if target is None:
+            raise Refused("nothing was read yet, so there is nothing to compress.")
+        target.commit()
+
+    @property
+    def achieved(self) -> Achieved:
+        if self.cache is None:
+            raise Refused("no cache was made in this run; call model.generate(...), or the model with use_cache=True.")
+        return replace(self.cache.achieved(), density=self.pairs.density)
+
+
+def refuse_arguments(arguments: dict[str, Any], *, compresses: bool) -> None:
+    """Arguments of `generate` that no recipe can serve: one sentence each."""
+    config = arguments.get("generation_config")
+    read = lambda name: arguments.get(name, getattr(config, name, None))  # noqa: E731
+    implementation = read("cache_implementation")
+    if implementation not in (None, "dynamic"):
+        raise Refused(f"cache_implementation={implementation!r} can't be combined with a recipe; leave it unset.")
+    if read("output_attentions"):
+        raise Refused("output_attentions=True can't be served while a recipe is on; attention is computed in parts.")
+    if compresses and read("use_cache") is False:
+        raise Refused("use_cache=False leaves nothing to compress; drop it, or use the recipe full.")
+    ids = arguments.get("inputs", arguments.get("input_ids"))
+    if ids is not None and ids.shape[-1] == 0:
+        raise Refused("the prompt is empty; expected at least one token.")
+    mask = arguments.get("attention_mask")
+    if mask is not None and mask.dim() == 2 and bool((mask.sum(1) == 0).any()):
+        row = int((mask.sum(1) == 0).nonzero()[0])
+        raise Refused(f"row {row} of the batch is padding only; expected at least one real token in every row.")
+    cache = arguments.get("past_key_values", arguments.get("cache"))
+    if cache is not None and cache.get_seq_length() > 0 and read("prefill_chunk_size"):
+        raise Refused("prefill_chunk_size can't be combined with a cache that already holds tokens; leave it unset.")
+
+
+@contextlib.contextmanager
+def per_row(recipes: Sequence[Recipe], model: nn.Module) -> Iterator[Run]:
+    """Run a batch under one recipe per row (or one for all rows)."""
+    selectors = {str(r.selector) for r in recipes}
+    if len(selectors) > 1:
+        raise Refused(f"rows of one batch must share a selector, got {', '.join(sorted(selectors))}.")
+    run = Run(recipes)
+    with contextlib.ExitStack() as stack:
+        for recipe in recipes[:1]:
+            for transform in (*recipe.weights, *recipe.positions):
+                stack.enter_context(transform.on(model))  # type: ignore[attr-defined]
+        run.parts = stack.enter_context(attached(model, run))
+        try:
+            yield run
+        finally:
+            for cache in run._caches:
+                cache.active = False
+
+
+__all__ = ["Achieved", "Recipe", "Run", "per_row"]
