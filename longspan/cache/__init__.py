@@ -14,9 +14,9 @@ from longspan.cache.base import (
     protect,
     top_mask,
 )
-from longspan.cache.cache import Achieved, RecipeCache, Rows
+from longspan.cache.cache import Achieved, RecipeCache, Rows, achieved_from_json
 
 __all__ = [
     "Achieved", "Budget", "CachePolicy", "KeepPlan", "LayerContext", "RecipeCache", "Rows", "Schedule", "Score", "Store",
-    "group_mean", "newest", "oldest", "protect", "top_mask",
+    "achieved_from_json", "group_mean", "newest", "oldest", "protect", "top_mask",
 ]

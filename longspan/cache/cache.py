@@ -8,9 +8,10 @@ tokens ever read, never the number kept.
 
 from __future__ import annotations
 
+import copy
 import weakref
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 import torch
@@ -133,6 +134,31 @@ class PolicyLayer(CacheLayerMixin):
         if self.seen and self.real is not None:
             self.batch_select_indices(torch.arange(len(self.real)).repeat_interleave(repeats))
 
+    def snapshot(self) -> dict[str, Any]:
+        """The layer's state, by reference: buffers only ever grow beyond what a snapshot counts."""
+        store = copy.copy(self.store)
+        store.tail = copy.copy(self.store.tail)
+        return {"seen": self.seen, "real": self.real, "store": store, "watch": copy.copy(self.watch),
+                "per_key": dict(self.per_key), "stats": dict(self.stats), "history": list(self.history)}
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Go back to a `snapshot`, which stays good for another time."""
+        for name, value in state.items():
+            setattr(self, name, copy.copy(value) if name != "real" else value)
+        self.store.tail = copy.copy(self.store.tail)
+        self.staged = None
+
+    def load_state(self, state: dict[str, Tensor], seen: int, store: str) -> None:
+        """Take over what a saved context held: tensors by name, tokens seen, and the store's class name."""
+        if store != type(self.store).__name__:
+            self.store = Ragged().make()
+        self.real = state.pop("real", None)
+        self.store.load(state)
+        self.seen, self.is_initialized = seen, True
+        tail = self.store.tail.k
+        k = tail if tail is not None else self.store.view().k
+        self.token_bytes = 2 * self.store.lengths().shape[1] * k.shape[-1] * k.element_size()
+
     def reset(self) -> None:
         cache = self.cache()
         assert cache is not None
@@ -163,7 +189,7 @@ class PolicyLayer(CacheLayerMixin):
         self.store.append(k, v, call.positions, None)
         self.seen += 1
         if self.real is not None:
-            self.real += 1
+            self.real = self.real + 1
         return self.store.attend(call.q, call.positions, scale=call.scale, window=call.window, softcap=call.softcap)
 
     def _attend_piece(self, call: LayerCall, k: Tensor, v: Tensor, a: int, b: int, read: Reader | None) -> Tensor:
@@ -271,6 +297,11 @@ class PolicyLayer(CacheLayerMixin):
         self.store.keep(plan.mask)
 
 
+def _stock_state(layer: Any) -> dict[str, Any]:
+    """A sliding layer of transformers replaces its tensors, never writes into them: references are enough."""
+    return dict(layer.__dict__)
+
+
 def _packed(t: Float[Tensor, "B H S"], plan: KeepPlan) -> Tensor:
     """Per-entry statistics in the layout that a store's `view` has after keeping `plan`."""
     longest = int(plan.counts.max())
@@ -315,6 +346,12 @@ class Achieved:
         return {"seen": self.seen, "asked": self.asked, "kept_fraction": round(self.kept_fraction, 6),
                 "cache_bytes": self.cache_bytes, "full_cache_bytes": self.full_bytes,
                 "compressions": self.compressions, "density": round(self.density, 6), "kept_per_layer_and_head": self.kept}
+
+
+def achieved_from_json(found: dict[str, Any]) -> Achieved:
+    """The inverse of `Achieved.as_json`."""
+    names = {"full_bytes": "full_cache_bytes", "kept": "kept_per_layer_and_head"}
+    return Achieved(**{f.name: found[names.get(f.name, f.name)] for f in fields(Achieved)})
 
 
 class RecipeCache(Cache):
@@ -369,6 +406,19 @@ class RecipeCache(Cache):
     def crop(self, tokens_to_remove: int) -> None:
         for layer in self.layers:
             layer.crop(tokens_to_remove)
+
+    def snapshot(self) -> list[Any]:
+        """A point to come back to, whatever is read or evicted in between. Costs no copy of keys and values."""
+        return [layer.snapshot() if isinstance(layer, PolicyLayer) else _stock_state(layer) for layer in self.layers]
+
+    def restore(self, point: list[Any]) -> None:
+        for layer, state in zip(self.layers, point):
+            layer.restore(state) if isinstance(layer, PolicyLayer) else layer.__dict__.update(state)
+
+    def kept_positions(self) -> list[list[Int[Tensor, "n"]]]:
+        """Positions held per layer and KV head in the first row (layers that keep transformers' own cache: none)."""
+        views = [layer.store.view() for layer in self.policy_layers]
+        return [[view.positions[0, h][view.valid[0, h]] for h in range(view.k.shape[1])] for view in views]
 
     def nbytes(self) -> int:
         """Bytes held now."""

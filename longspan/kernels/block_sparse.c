@@ -94,7 +94,7 @@ INLINE int any_larger(vec a, vec b) {
 /* 2^x for x <= LAZY, about 1e-7 relative; x below -125 gives (almost) nothing. */
 INLINE vec exp2_lanes(vec x) {
     const vec magic = splat(12582912.0f); /* 1.5 * 2^23: adding it rounds to a whole number in the low bits */
-    x = larger(x, splat(-125.0f));
+    x = larger(splat(-125.0f), x); /* in this order NaN stays NaN */
     vec whole = x + magic;
     vec f = x - (whole - magic);
     vec p = splat(1.32764996e-3f); /* least relative error of degree 5 on [-1/2, 1/2] */

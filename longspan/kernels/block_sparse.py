@@ -8,6 +8,8 @@ parts (`merge`).
 
 from __future__ import annotations
 
+from typing import Literal, overload
+
 import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
@@ -20,6 +22,20 @@ REFERENCE_PAIRS = 1 << 25
 """Pairs the reference holds at once."""
 
 Result = tuple[Float[Tensor, "B Hq T D"], Float[Tensor, "B Hq T"]]
+
+
+@overload
+def block_sparse_attention(
+    q: Tensor, k: Tensor, v: Tensor, plan: ReadPlan, *, scale: float | None = None, valid: Tensor | None = None,
+    return_lse: Literal[False] = False, backend: str | None = None,
+) -> Tensor: ...  # fmt: skip
+
+
+@overload
+def block_sparse_attention(
+    q: Tensor, k: Tensor, v: Tensor, plan: ReadPlan, *, scale: float | None = None, valid: Tensor | None = None,
+    return_lse: Literal[True], backend: str | None = None,
+) -> Result: ...  # fmt: skip
 
 
 def block_sparse_attention(
@@ -112,8 +128,8 @@ def _check(q: Tensor, k: Tensor, v: Tensor, plan: ReadPlan, valid: Tensor | None
         raise ValueError(f"expected q, k and v of one dtype, got {q.dtype}, {k.dtype}, {v.dtype}")
     heads, key_heads = q.shape[1], k.shape[1]
     if heads % key_heads or heads % plan.heads or plan.batch not in (1, q.shape[0]):
-        raise ValueError(f"expected Hq a multiple of Hkv and of the plan's heads, and a plan for 1 or B rows; got {shapes} "
-                         f"and a plan for B={plan.batch}, H={plan.heads}")
+        raise ValueError(f"expected Hq a multiple of Hkv and of the plan's heads, and a plan for 1 or B rows; got "
+                         f"{shapes} and a plan for B={plan.batch}, H={plan.heads}")
     if (plan.q_len, plan.k_len) != (q.shape[2], k.shape[2]):
         raise ValueError(f"the plan is for T={plan.q_len}, S={plan.k_len}, got {shapes}")
     if valid is not None and (valid.shape != (q.shape[0], k.shape[2]) or valid.dtype != torch.bool):

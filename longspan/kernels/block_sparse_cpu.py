@@ -42,14 +42,14 @@ def block_sparse_cpu(q: Tensor, k: Tensor, v: Tensor, plan: ReadPlan, scale: flo
 class _Job(ctypes.Structure):
     """Mirrors `Job` in block_sparse.c."""
 
-    _fields_ = (
-        [(name, ctypes.c_void_p) for name in ("q", "k", "v", "out", "lse", "offsets", "blocks", "column_offsets",
-                                              "columns", "valid")]
-        + [(name, ctypes.c_int64) for name in ("batch", "q_heads", "kv_heads", "q_len", "k_len", "dim", "plan_batch",
-                                               "plan_heads", "q_block", "k_block", "column_groups", "first_limit")]
-        + [(name, ctypes.c_int64 * 3) for name in ("q_stride", "k_stride", "v_stride", "out_stride")]
-        + [("bf16", ctypes.c_int64), ("threads", ctypes.c_int64), ("scale", ctypes.c_double)]
-    )
+    _fields_ = [
+        *((name, ctypes.c_void_p) for name in ("q", "k", "v", "out", "lse", "offsets", "blocks", "column_offsets",
+                                               "columns", "valid")),
+        *((name, ctypes.c_int64) for name in ("batch", "q_heads", "kv_heads", "q_len", "k_len", "dim", "plan_batch",
+                                              "plan_heads", "q_block", "k_block", "column_groups", "first_limit")),
+        *((name, ctypes.c_int64 * 3) for name in ("q_stride", "k_stride", "v_stride", "out_stride")),
+        ("bf16", ctypes.c_int64), ("threads", ctypes.c_int64), ("scale", ctypes.c_double),
+    ]  # fmt: skip
 
 
 @functools.cache
@@ -124,7 +124,7 @@ def _key_rows(x: Tensor, plan: ReadPlan) -> Tensor:
 def _attend_whole(queries: Tensor, keys: Tensor, values: Tensor, whole: Tensor, key_heads: int, scale: float,
                   out: Tensor, lse: Tensor) -> None:
     """Fill in the rows of query blocks with whole key blocks; those with the same number of them go together."""
-    B, heads, n_q, n_k = whole.shape
+    heads, n_q, n_k = whole.shape[1:]
     counts = whole.sum(-1).flatten()
     item, block = whole.view(-1, n_k).nonzero().unbind(1)
     head = item // n_q
@@ -146,7 +146,7 @@ def _attend_whole(queries: Tensor, keys: Tensor, values: Tensor, whole: Tensor, 
 def _attend_rest(queries: Tensor, k: Tensor, v: Tensor, plan: ReadPlan, cut: Tensor, listed: Tensor,
                  valid: Tensor | None, scale: float) -> tuple[Tensor, Tensor]:
     """The part with a mask: blocks that are `cut` by the diagonal or by padding, and single columns."""
-    (B, key_heads, S, D), (_, heads, n_q, n_k), device = k.shape, cut.shape, k.device
+    (B, key_heads, S, D), (heads, n_q), device = k.shape, cut.shape[1:3], k.device
     limits = (plan.first_limit + torch.arange(n_q * plan.q_block, device=device)).view(n_q, plan.q_block)
     keys, real = _padded(cut)  # block numbers, then the slots of their keys
     keys = (keys[..., None] * plan.k_block + torch.arange(plan.k_block, device=device)).flatten(-2)

@@ -56,7 +56,7 @@ class ReadPlan:
         if self.column_offsets is not None and self.columns is not None:
             groups = self.column_offsets.shape[-1] - 1
             if self.column_offsets.shape[:-1] != self.offsets.shape[:2] or groups not in (1, self.n_q_blocks):
-                raise ValueError(f"column_offsets: expected {(self.batch, self.heads)} + (2 or {self.n_q_blocks + 1},), "
+                raise ValueError(f"column_offsets: expected ({self.batch}, {self.heads}, 2 or {self.n_q_blocks + 1}), "
                                  f"got {tuple(self.column_offsets.shape)}")
             _check_rows("columns", self.column_offsets, self.columns, self.k_len)
 
@@ -93,8 +93,9 @@ class ReadPlan:
 
     def to(self, device: torch.device | str) -> ReadPlan:
         """The same plan with its tensors on `device`."""
-        moved = {f.name: x.to(device) for f in dataclasses.fields(self) if isinstance(x := getattr(self, f.name), Tensor)}
-        return dataclasses.replace(self, **moved)
+        starts, columns = (None if x is None else x.to(device) for x in (self.column_offsets, self.columns))
+        return ReadPlan(self.q_len, self.k_len, self.q_block, self.k_block, self.offsets.to(device),
+                        self.blocks.to(device), starts, columns, self.causal)
 
     # -------------------------------------------------------------------------------------------------------- shape
 
@@ -167,9 +168,9 @@ class ReadPlan:
         u, left = row % self.n_q_blocks, key * self.k_block
         pairs = _pairs(first[u], last[u], left, (left + self.k_block).clamp(max=self.k_len))
         total = _sum_rows(pairs, row // self.n_q_blocks, self.batch * self.heads)
-        for u, head, key in self._column_reads():
-            fresh = ~self.block_map.flatten(0, 1)[head, u, key // self.k_block]
-            seen = (last[u] - torch.maximum(key, first[u])).clamp(min=0) * fresh
+        for at, head, key in self._column_reads():
+            fresh = ~self.block_map.flatten(0, 1)[head, at, key // self.k_block]
+            seen = (last[at] - torch.maximum(key, first[at])).clamp(min=0) * fresh
             total += _sum_rows(seen, head, total.numel())
         return total.view(self.batch, self.heads)
 
@@ -251,9 +252,8 @@ def forced_blocks(q_len: int, k_len: int, q_block: int, k_block: int, *, sink: i
     left = torch.arange(-(-k_len // k_block), device=device) * k_block
     right = left + k_block - 1
     local = (right > (begin - window)[:, None]) & (left <= last[:, None]) & (window > 0)
-    start = torch.as_tensor(first, device=device).reshape(-1, *([1] * 3 if isinstance(first, Tensor) else []))
-    sinks = (left < start.unsqueeze(-1) + sink) & (right >= start.unsqueeze(-1)) if sink else torch.zeros_like(local)
-    sinks = sinks.squeeze(-2) if isinstance(first, Tensor) else sinks
+    start = first[:, None, None, None] if isinstance(first, Tensor) else first
+    sinks = (left < start + sink) & (right >= start) & (sink > 0)
     return (local | sinks) & (left <= last[:, None])
 
 

@@ -18,7 +18,7 @@
 #endif
 
 enum { F32 = 0, BF16 = 1, F16 = 2 };
-enum { LANES = 16, BLOCK = 64, TILE = 4 };  // floats a vector, keys a block, query rows a tile
+enum { LANES = 16, BLOCK = 32, TILE = 4 };  // floats a vector, keys a block, query rows a tile
 
 typedef float vec __attribute__((vector_size(64)));
 typedef int32_t ivec __attribute__((vector_size(64)));

@@ -37,16 +37,16 @@ if TYPE_CHECKING:
 
 BUNDLED_NAME = "smollm2-135m-instruct"
 BUNDLED_NAMES = (BUNDLED_NAME, "bundled")
-CONVERSION = 1
+CONVERSION = 2
 """Version of the conversion; a change of what it writes gets a new number, and old folders are left alone."""
 STORED_DTYPE = torch.bfloat16
 _UNFINISHED = ".unfinished-"
 
 
 def cache_folder() -> Path:
-    """Where longspan keeps what it can make again: ``$LONGSPAN_CACHE``, ``$XDG_CACHE_HOME/longspan`` or ``~/.cache/longspan``.
+    """Where longspan keeps what it can make again; it may not exist yet.
 
-    The folder may not exist yet.
+    ``$LONGSPAN_CACHE``, else ``$XDG_CACHE_HOME/longspan``, else ``~/.cache/longspan``.
     """
     if own := os.environ.get("LONGSPAN_CACHE"):
         return Path(own).expanduser()
@@ -69,7 +69,7 @@ def bundled_gguf() -> Path:
     )
 
 
-# ------------------------------------------------------------------------------------------------------------ converting
+# ----------------------------------------------------------------------------------------------------------- converting
 
 
 def converted(gguf_file: Path, cache: Path | None = None) -> Path:
@@ -152,7 +152,7 @@ def _complete(folder: Path) -> bool:
 def _file_key(file: Path, root: Path) -> str:
     """SHA-256 of the file, remembered so that it isn't read again while path, size and modification time stay."""
     stat = file.stat()
-    seen = {"path": str(file.resolve()), "size": stat.st_size, "mtime_ns": stat.st_mtime_ns}
+    seen: dict[str, Any] = {"path": str(file.resolve()), "size": stat.st_size, "mtime_ns": stat.st_mtime_ns}
     memo = root / "hashes" / f"{hashlib.sha256(seen['path'].encode()).hexdigest()[:16]}.json"
     with contextlib.suppress(OSError, ValueError):
         known = json.loads(memo.read_text(encoding="utf-8"))
@@ -169,7 +169,7 @@ def _file_key(file: Path, root: Path) -> str:
 
 def _write_model(gguf_file: Path, folder: Path) -> None:
     from safetensors.torch import save_file
-    from transformers import AutoTokenizer, GenerationConfig
+    from transformers import GenerationConfig
 
     reader = _open(gguf_file)
     if reads_directly(reader):
@@ -183,8 +183,33 @@ def _write_model(gguf_file: Path, folder: Path) -> None:
     config.save_pretrained(folder)
     GenerationConfig.from_model_config(config).save_pretrained(folder)
     shutil.copymode(folder / "config.json", folder / "model.safetensors")  # one that only its owner may read otherwise
+    read_tokenizer(gguf_file, reader).save_pretrained(folder)
+
+
+_ONE_DIGIT_EACH = ("smollm", "starcoder", "refact", "command-r", "codeshell", "exaone")
+_BOS_UNLESS_SAID = ("llama3", "llama-v3", "llama-bpe", "tekken")
+
+
+def read_tokenizer(gguf_file: Path, reader: GGUFReader) -> Any:
+    """The tokenizer in the file, through transformers, with two things that are in the metadata and it leaves out.
+
+    Some vocabularies were learned with digits cut off one by one before anything else; without that cut, a number after
+    two spaces or a line break becomes tokens the model never saw there. And the file says whether BOS is added.
+    """
+    from tokenizers.pre_tokenizers import ByteLevel, Digits, Sequence
+    from transformers import AutoTokenizer
+
     tokenizer = AutoTokenizer.from_pretrained(gguf_file.parent, gguf_file=gguf_file.name, padding_side="left")
-    tokenizer.save_pretrained(folder)
+    before = _field(reader, "tokenizer.ggml.pre")
+    if before in _ONE_DIGIT_EACH:
+        tokenizer.backend_tokenizer.pre_tokenizer = Sequence(
+            [Digits(individual_digits=True), ByteLevel(add_prefix_space=False, use_regex=True)]
+        )
+    sentencepiece = _field(reader, "tokenizer.ggml.model") == "llama"
+    adds_bos = _field(reader, "tokenizer.ggml.add_bos_token", sentencepiece or before in _BOS_UNLESS_SAID)
+    if bool(adds_bos) != tokenizer.add_bos_token:
+        tokenizer.add_bos_token = bool(adds_bos)
+    return tokenizer
 
 
 def _open(gguf_file: Path) -> GGUFReader:
@@ -199,7 +224,7 @@ def _open(gguf_file: Path) -> GGUFReader:
     return reader
 
 
-# ------------------------------------------------------------------------------------------------ the llama architecture
+# ----------------------------------------------------------------------------------------------- the llama architecture
 
 _LLAMA_NAMES = {
     "token_embd": "model.embed_tokens",
@@ -259,7 +284,7 @@ def llama_config(reader: GGUFReader) -> Any:
 
 
 def _llama_rope(reader: GGUFReader) -> dict[str, Any]:
-    """Rotary parameters. Per-frequency factors (Llama 3.1) become ``longrope`` with one list and no attention scaling."""
+    """Rotary parameters; per-frequency factors (Llama 3.1) become ``longrope`` with one list and no scaling."""
 
     def read(key: str, default: Any = None) -> Any:
         return _field(reader, f"llama.rope.{key}", default)
@@ -321,7 +346,7 @@ def _field(reader: GGUFReader, key: str, default: Any = None) -> Any:
     return default if field is None else field.contents()
 
 
-# ------------------------------------------------------------------------------------------------ every other architecture
+# --------------------------------------------------------------------------------------------- every other architecture
 
 
 def read_through_transformers(gguf_file: Path, reader: GGUFReader) -> tuple[Any, dict[str, Tensor]]:

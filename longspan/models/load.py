@@ -5,7 +5,7 @@ them end as one local folder of safetensors that transformers reads, so the same
 
 * safetensors only: a folder that holds nothing but pickled weights is refused, and none is ever downloaded;
 * no code from a model folder runs unless ``trust_remote_code=True``;
-* the dtype follows the hardware (`default_dtype`), the device what PyTorch finds, and ``device_map`` goes through as is.
+* the dtype follows the hardware (`default_dtype`), the device is what PyTorch finds, ``device_map`` passes through.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from longspan.models.bundled import BUNDLED_NAME, BUNDLED_NAMES, bundled_gguf, cache_folder, converted
+from longspan.models.bundled import BUNDLED_NAME, BUNDLED_NAMES, bundled_gguf, converted
 from longspan.registry import Refused, nearest
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32, "float64": torch.float64}
@@ -105,7 +105,7 @@ def default_dtype(device: torch.device | str = "cpu") -> tuple[torch.dtype, str]
 
 
 def context_window(model: Any) -> int:
-    """Positions the model was trained for, from its config (a tokenizer's ``model_max_length`` is often meaningless)."""
+    """Positions the model was trained for, from its config; a tokenizer's ``model_max_length`` is often meaningless."""
     config = model.config.get_text_config(decoder=True)
     found = getattr(config, "max_position_embeddings", None)
     if found is None:
@@ -123,7 +123,12 @@ def encode(tokenizer: Any, text: str | list[str], **options: Any) -> Any:
     return tokenizer(text, add_special_tokens=not has_bos, **options)
 
 
-# ------------------------------------------------------------------------------------------------- from source to folder
+# ------------------------------------------------------------------------------------------------ from source to folder
+
+
+def resolve(source: str | Path | None = None) -> tuple[Path, str]:
+    """The local folder of safetensors of a model (converted or downloaded if need be), and its short name."""
+    return _resolve(source, False, None)
 
 
 def _resolve(source: str | Path | None, trust_remote_code: bool, cache: Path | None) -> tuple[Path, str]:
@@ -163,7 +168,7 @@ def _gguf_inside(folder: Path, cache: Path | None) -> Path:
 def _checked(folder: Path, name: str) -> Path:
     """`folder`, if it is a model in safetensors."""
     if not (folder / "config.json").is_file():
-        raise Refused(f"{name!r}: no config.json in it; expected a model folder with config.json and model.safetensors.")
+        raise Refused(f"{name!r}: no config.json in it; expected a folder with config.json and model.safetensors.")
     for base, kind in (("model", "model"), ("adapter_model", "adapter")):
         if kind == "adapter" and not (folder / "adapter_config.json").is_file():
             continue
@@ -173,9 +178,9 @@ def _checked(folder: Path, name: str) -> Path:
         if pickled is None:
             raise Refused(f"{name!r}: no {base}.safetensors in it; expected the {kind}'s weights in safetensors.")
         raise Refused(
-            f"{name!r} holds its {kind} only as {pickled}, a format that can run code when it is opened; convert it where "
-            "you trust it with transformers' from_pretrained(folder).save_pretrained(new_folder), which writes "
-            f"safetensors, and load that folder."
+            f"{name!r} holds its {kind} only as {pickled}, a format that can run code when it is opened; convert it "
+            "where you trust it with transformers' from_pretrained(folder).save_pretrained(new_folder), which writes "
+            "safetensors, and load that folder."
         )
     return folder
 

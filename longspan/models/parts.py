@@ -173,7 +173,7 @@ def find_parts(model: Any) -> Parts:
     (n_heads, n_kv_heads, head_dim), = shapes
     if not hasattr(decoder, "rotary_emb"):
         raise _refused(model, "decoder.rotary_emb is missing")
-    pairing = _pairing(type(layers[0].self_attn), hasattr(layers[0].self_attn, "use_rope"))
+    pairing = _pairing(type(layers[0].self_attn), hasattr(layers[0].self_attn, "use_rope"))  # type: ignore[arg-type]
     if pairing not in ("halves", "neighbours"):
         raise _refused(model, pairing)
     parts = Parts(model, decoder, layers, n_heads, n_kv_heads, head_dim, pairing)  # type: ignore[arg-type]
@@ -192,7 +192,7 @@ def kv_bytes_per_token(model: Any, dtype: torch.dtype | None = None) -> int:
     return 2 * parts.n_layers * parts.n_kv_heads * parts.head_dim * (dtype or parts.dtype).itemsize
 
 
-# --------------------------------------------------------------------------------------------------------------- looking
+# -------------------------------------------------------------------------------------------------------------- looking
 
 
 def _heads(model: Any, layer: nn.Module, i: int) -> tuple[int, int, int]:
@@ -203,9 +203,9 @@ def _heads(model: Any, layer: nn.Module, i: int) -> tuple[int, int, int]:
     missing = [a for a in ("o_proj", "layer_idx", "head_dim", "num_key_value_groups") if not hasattr(attention, a)]
     if missing:
         raise _refused(model, f"layer {i}'s self_attn has no {', no '.join(missing)}")
-    strange = {name for name, _ in (*attention.named_children(), *attention.named_parameters(recurse=False))} - _KNOWN_INSIDE
-    if strange:
-        raise _refused(model, f"layer {i}'s self_attn also has {sorted(strange)[0]}, which nothing here can follow")
+    inside = {name for name, _ in (*attention.named_children(), *attention.named_parameters(recurse=False))}
+    if strange := sorted(inside - _KNOWN_INSIDE):
+        raise _refused(model, f"layer {i}'s self_attn also has {strange[0]}, which nothing here can follow")
     second = next((name for name, child in layer.named_children() if name != "self_attn" and _takes_cache(child)), None)
     if second is not None:
         raise _refused(model, f"layer {i} keeps a state in {second} beside its attention")
@@ -227,11 +227,11 @@ def _takes_cache(module: nn.Module) -> bool:
 
 
 def _refused(model: Any, what: str) -> Refused:
-    return Refused(f"{type(model).__name__}: {what}; looked for {LOOKED_FOR}, the layout of Llama, Mistral, Qwen2, Qwen3, "
-                   "Phi3 and Gemma.")
+    return Refused(f"{type(model).__name__}: {what}; looked for {LOOKED_FOR}, the layout of Llama, Mistral, Qwen2, "
+                   "Qwen3, Phi3 and Gemma.")
 
 
-# -------------------------------------------------------------------------------------------------------------- rotation
+# ------------------------------------------------------------------------------------------------------------- rotation
 
 
 def _partner(x: Tensor, pairing: Pairing) -> Tensor:

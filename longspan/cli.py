@@ -1,0 +1,393 @@
+"""The command line. Heavy imports happen inside the commands, so that `longspan --help` answers at once.
+
+Standard output carries the result (one JSON document with ``--json``), standard error progress and errors.
+Exit codes: 0 done, 1 a run failed, 2 the request can't be served as written.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from longspan import registry
+from longspan.registry import Refused
+
+app = typer.Typer(
+    name="longspan", no_args_is_help=True, add_completion=False, rich_markup_mode="markdown",
+    pretty_exceptions_enable=False,
+    help="""More context for less memory and time, and what that costs in quality, measured.
+
+A *recipe* composes methods: `snapkv(budget=0.2)` keeps a fifth of the key-value cache,
+`xattention + snapkv @ adakv(budget=0.2)` also reads the prompt sparsely, `full` changes nothing.
+See `longspan methods` for all parts and their knobs.""",
+)
+
+Model = Annotated[str | None, typer.Option("--model", "-m", help="Folder, .gguf file or hub id; the bundled model if left out.")]
+Json = Annotated[bool, typer.Option("--json", help="One JSON document on standard output, nothing else.")]
+Load = Annotated[list[Path] | None, typer.Option("--load", help="A Python file that registers methods of your own.")]
+Dtype = Annotated[str | None, typer.Option("--dtype", help="float32, bfloat16 or float16; chosen by the machine if left out.")]
+
+DEFAULT_RECIPES = ["full", "streaming-llm(budget=0.5)", "snapkv(budget=0.5)"]
+DEFAULT_TASKS = ["niah"]
+
+
+def main() -> None:
+    """Entry point of the console script."""
+    try:
+        app()
+    except Refused as error:
+        fail(str(error), 2)
+    except KeyboardInterrupt:
+        fail("interrupted; with --out the rows measured so far are kept.", 1)
+    except Exception as error:
+        if os.environ.get("LONGSPAN_DEBUG"):
+            raise
+        fail(f"{type(error).__name__}: {error} (set LONGSPAN_DEBUG=1 for the traceback)", 1)
+
+
+def fail(sentence: str, code: int) -> None:
+    print(f"longspan: {sentence}", file=sys.stderr)
+    raise SystemExit(code)
+
+
+def show(document: Any) -> None:
+    print(json.dumps(document, indent=2, ensure_ascii=False, default=str))
+
+
+# ------------------------------------------------------------------------------------------------------------- compare
+
+
+@app.command()
+def compare(
+    recipe: Annotated[list[str] | None, typer.Option("--recipe", "-r", help="A recipe; repeat for several. The dense "
+                                                     "run `full` is what the others are compared with.")] = None,
+    task: Annotated[list[str] | None, typer.Option("--task", "-t", help="A task, as `longspan tasks` lists them; repeat.")] = None,
+    length: Annotated[list[int] | None, typer.Option("--length", "-l", help="Tokens of the whole prompt; repeat.")] = None,
+    examples: Annotated[int, typer.Option("--examples", "-n", help="Examples per task and length.")] = 10,
+    seed: Annotated[int, typer.Option(help="Seed of the examples.")] = 0,
+    compress: Annotated[str, typer.Option(help="Compress before-question or after-question is read.")] = "before-question",
+    max_new_tokens: Annotated[int | None, typer.Option(help="Cap on generated tokens, below what the tasks ask for.")] = None,
+    out: Annotated[Path | None, typer.Option(help="Folder for rows (resumed if there), summary and report.html.")] = None,
+    model: Model = None, dtype: Dtype = None, load: Load = None, as_json: Json = False,
+) -> None:
+    """Compare recipes on tasks: accuracy, answer likelihood, bytes and time, side by side.
+
+    Example: `longspan compare -r full -r "snapkv(budget=0.2)" -t niah -t ruler-vt -l 1024 -n 20 --out runs/first`
+    """
+    own_methods(load)
+    from longspan.evaluation import Request, parse_task, run, summarise
+
+    recipes, tasks, lengths = recipe or DEFAULT_RECIPES, task or DEFAULT_TASKS, length or [1024]
+    made = [parse_task(t) for t in tasks]
+    parsed = parse_recipes([r for r in recipes if r.strip() != "auto"])
+    loaded = load_model(model, dtype)
+    for at, text in enumerate(recipes):
+        if text.strip() == "auto":
+            parsed.insert(at, choose_recipe(loaded, max(lengths)))
+    request = Request(parsed, made, lengths, examples, seed, compress, out, max_new_tokens, keep_view=out is not None)
+    with progress_bar("examples") as tick:
+        rows = run(loaded, request, tick)
+    summary = summarise(rows)
+    report = write_report(request, rows, summary, made) if out is not None else None
+    if as_json:
+        show({"model": loaded.name, "rows": summary})
+        return
+    from rich.console import Console
+
+    from longspan.reporting import summary_table
+
+    console = Console()
+    console.print(summary_table(summary, title=f"{loaded.name} · {rows[0]['dtype']}"))
+    if report is not None:
+        console.print(f"Report: {report}", soft_wrap=True)
+
+
+def parse_recipes(texts: list[str]) -> list[Any]:
+    from longspan.recipe import Recipe
+
+    return [Recipe.parse(text) for text in texts]
+
+
+def choose_recipe(loaded: Any, length: int) -> Any:
+    """What `auto` stands for: the cheapest recipe that measured results allow at this length."""
+    from longspan.evaluation.planner import choose
+
+    return choose(loaded, length)
+
+
+def write_report(request: Any, rows: list[Any], summary: list[Any], tasks: list[Any]) -> Path:
+    from longspan.reporting import kept_payload, write_page
+
+    folder = request.out
+    (folder / "summary.json").write_text(json.dumps(summary, indent=2, default=str) + "\n", encoding="utf-8")
+    views = [kept_payload(v["tokens"], v["recipes"], v["spans"], v["title"]) for v in request.kept.values()]
+    command = " ".join(["longspan", *map(quoted, sys.argv[1:])])
+    return write_page(folder / "report.html", rows, summary, views, {"command": command})
+
+
+def quoted(word: str) -> str:
+    return word if word.replace("-", "").replace(".", "").replace("/", "").isalnum() else f'"{word}"'
+
+
+# ----------------------------------------------------------------------------------------------------------------- ask
+
+
+@app.command()
+def ask(
+    file: Annotated[Path, typer.Argument(help="A text file (UTF-8).")],
+    question: Annotated[str, typer.Argument(help="What you want to know.")],
+    recipe: Annotated[str, typer.Option("--recipe", "-r", help="How to read the file and what to keep.")] = "full",
+    max_new_tokens: Annotated[int, typer.Option(min=1, help="Longest answer.")] = 128,
+    model: Model = None, dtype: Dtype = None, load: Load = None, as_json: Json = False,
+) -> None:
+    """Read a file under a recipe, compress it, and answer a question about it."""
+    own_methods(load)
+    text = read_text(file)
+    if not question.strip():
+        raise Refused("the question is empty; expected some text.")
+    from longspan.recipe import Recipe
+
+    made = Recipe.parse(recipe) if recipe.strip() != "auto" else None
+    loaded = load_model(model, dtype)
+    from longspan.context import Context
+    from longspan.context.document import check_window
+
+    if made is None:
+        made = choose_recipe(loaded, len(loaded.tokenizer(text)["input_ids"]))
+    asked = loaded.tokenizer(question)["input_ids"]
+    check_window(loaded, len(loaded.tokenizer(text)["input_ids"]) + len(asked) + max_new_tokens,
+                 "document, question and answer together")
+    context = Context.read(loaded, text, made)
+    answer = context.ask(question, max_new_tokens)
+    if as_json:
+        show({"model": loaded.name, "recipe": str(made), "question": question, "answer": answer.text,
+              "read_s": context.read_s, "ttft_s": answer.ttft_s, "tokens_per_s": answer.tokens_per_s,
+              "achieved": context.achieved.as_json()})
+        return
+    print(answer.text)
+    from longspan.reporting import human_bytes
+
+    held = context.achieved
+    print(f"{loaded.name} · {made} · {held.seen:,} tokens read in {context.read_s:.1f} s · "
+          f"{human_bytes(held.cache_bytes)} of {human_bytes(held.full_bytes)} held", file=sys.stderr)
+
+
+def read_text(file: Path) -> str:
+    if not file.is_file():
+        raise Refused(f"{str(file)!r}: no such file; expected a text file.")
+    try:
+        text = file.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise Refused(f"{str(file)!r} is not text: byte {error.start} is not UTF-8; expected a plain text file.") from error
+    if "\x00" in text:
+        raise Refused(f"{str(file)!r} is not text: it holds zero bytes; expected a plain text file.")
+    return text
+
+
+# ------------------------------------------------------------------------------------------------- methods and tasks
+
+
+@app.command()
+def methods(
+    name: Annotated[str | None, typer.Argument(help="One method, with its knobs.")] = None,
+    room: Annotated[str | None, typer.Option(help="Only methods of this room, such as cache.")] = None,
+    kind: Annotated[str | None, typer.Option(help="Only methods of this kind, such as score.")] = None,
+    load: Load = None, as_json: Json = False,
+) -> None:
+    """List the methods, or explain one."""
+    own_methods(load)
+    found = registry.cards()
+    for option, value in (("room", room), ("kind", kind)):
+        known = {getattr(c, option) for c in found}
+        if value is not None and value not in known:
+            raise Refused(registry.nearest(value, known, option))
+    chosen = [registry.card(name)] if name else [c for c in found if room in (None, c.room) and kind in (None, c.kind)]
+    list_cards(chosen, as_json, one=name is not None)
+
+
+@app.command()
+def tasks(
+    name: Annotated[str | None, typer.Argument(help="One task, with its knobs.")] = None,
+    load: Load = None, as_json: Json = False,
+) -> None:
+    """List the tasks, or explain one."""
+    own_methods(load)
+    found = registry.cards(kind="task")
+    if name is not None and name not in {c.name for c in found}:
+        raise Refused(registry.nearest(name, [c.name for c in found], "task"))
+    list_cards([c for c in found if name in (None, c.name)], as_json, one=name is not None)
+
+
+def list_cards(cards: list[registry.Card], as_json: bool, *, one: bool) -> None:
+    if as_json:
+        show([c.as_json() for c in cards])
+        return
+    from rich.console import Console
+
+    from longspan.reporting.methods import card_page, card_table
+
+    Console().print(card_page(cards[0]) if one else card_table(cards))
+
+
+# ------------------------------------------------------------------------------------------------ reproduce and plan
+
+
+@app.command()
+def reproduce(
+    ids: Annotated[list[str] | None, typer.Argument(metavar="[ID]...", help="Experiments; all if left out.")] = None,
+    scale: Annotated[str, typer.Option(help="smoke (seconds), small (minutes on two cores) or paper.")] = "small",
+    out: Annotated[Path | None, typer.Option(help="Folder for one JSON file per experiment.")] = None,
+    load: Load = None, as_json: Json = False,
+) -> None:
+    """Run a system's experiment: its claim beside what is measured here."""
+    own_methods(load)
+    from longspan.experiments import find, perform
+
+    chosen = find(ids or [])
+    with progress_bar("experiments") as tick:
+        done = [perform(experiment, scale, out, lambda what, n=n: tick(n, len(chosen), what))
+                for n, experiment in enumerate(chosen)]
+        tick(len(chosen), len(chosen), "")
+    if as_json:
+        show([d.as_json() for d in done])
+    else:
+        from rich.console import Console
+
+        from longspan.reporting.experiments import outcome_table
+
+        Console().print(outcome_table(done))
+    if any(d.verdict == "failed" for d in done):
+        raise SystemExit(1)
+
+
+@app.command()
+def plan(
+    context: Annotated[int, typer.Option("--context", "-c", min=1, help="Tokens the model must hold.")],
+    memory: Annotated[str, typer.Option(help='Memory for the key-value cache, such as "2GiB".')],
+    floor: Annotated[float, typer.Option(min=0.0, max=1.0, help="Least share of the dense run's accuracy.")] = 0.9,
+    rows: Annotated[int, typer.Option(min=1, help="Sequences held at once.")] = 1,
+    results: Annotated[Path | None, typer.Option(help="Folder of a `compare --out` run to plan from; the measured "
+                                                 "results that come with longspan if left out.")] = None,
+    model: Model = None, dtype: Dtype = None, as_json: Json = False,
+) -> None:
+    """Which recipes fit a memory limit and keep the quality, cheapest first, from measured results."""
+    from longspan.evaluation.planner import make_plan
+
+    found = make_plan(model, context, memory, floor, rows=rows, results=results, dtype=dtype)
+    if as_json:
+        show(found.as_json())
+        return
+    from rich.console import Console
+
+    from longspan.reporting.plans import plan_table
+
+    Console().print(plan_table(found))
+
+
+# --------------------------------------------------------------------------------------------------------------- train
+
+
+@app.command()
+def train(
+    mixer: Annotated[str, typer.Option(help="What mixes tokens, such as softmax or linear-attention.")] = "softmax",
+    position: Annotated[str | None, typer.Option(help="Position scheme, such as rope; the mixer's own if left out.")] = None,
+    side_path: Annotated[str | None, typer.Option(help="A path beside the mixer, such as short-conv.")] = None,
+    stack: Annotated[str, typer.Option(help="How layers are stacked.")] = "plain",
+    objective: Annotated[str, typer.Option(help="What is minimised.")] = "next-token",
+    task: Annotated[str | None, typer.Option(help="A synthetic task (copy, recall) instead of text.")] = None,
+    text: Annotated[str | None, typer.Option(help="topics, stdlib or a path.")] = None,
+    dim: int = 64, layers: int = 2, heads: int = 4, kv_heads: int | None = None, context: int = 128,
+    steps: int = 300, batch: int = 16, lr: float = 2e-3, seed: int = 0,
+    precision: Annotated[str, typer.Option(help="float32 or bfloat16.")] = "float32",
+    segments: Annotated[int, typer.Option(help="Pieces a sequence is fed in, with the state carried.")] = 1,
+    out: Annotated[Path | None, typer.Option(help="Folder for checkpoints.")] = None,
+    resume: Annotated[bool, typer.Option(help="Go on from the last checkpoint in --out, exactly.")] = False,
+    checkpoint_every: int = 0,
+    tensorboard: Annotated[Path | None, typer.Option(help="Folder for TensorBoard logs.")] = None,
+    load: Load = None, as_json: Json = False,
+) -> None:
+    """Train a small decoder from named parts, in minutes, and report how well it predicts held-out data."""
+    own_methods(load)
+    from longspan.training.command import TrainOptions
+    from longspan.training.command import train as run_training
+
+    parts = {name: None if given is None else part(given, name) for name, given in (
+        ("mixer", mixer), ("position", position), ("side_path", side_path), ("stack", stack), ("objective", objective))}
+    options = TrainOptions(**parts, task=task, text=text, dim=dim, layers=layers, heads=heads,  # type: ignore[arg-type]
+                           kv_heads=kv_heads, context=context, steps=steps, batch=batch, lr=lr, seed=seed,
+                           precision=precision, segments=segments, out=out, resume=resume,
+                           checkpoint_every=checkpoint_every, tensorboard=tensorboard)
+    with progress_bar("steps") as tick:
+        report = run_training(options, lambda step, metrics: tick(step, steps, f"loss {metrics['loss']:.3f}"))
+    if as_json:
+        show(report)
+        return
+    for key, value in report.items():
+        print(f"{key}: {value}")
+
+
+def part(text: str, role: str) -> Any:
+    """A method given as text: a name, with knobs in parentheses if wanted."""
+    from longspan import grammar
+
+    parts = grammar.parse(text)
+    kind = role.replace("_", "-")
+    if len(parts) != 1 or parts[0].at is not None or registry.card(parts[0].call.name).kind != kind:
+        known = [c.name for c in registry.cards(kind=kind)]
+        raise Refused(f"--{kind} {text!r}: {registry.nearest(text, known, kind)}")
+    return grammar.build(parts[0].call)
+
+
+# -------------------------------------------------------------------------------------------------------------- shared
+
+
+def own_methods(files: list[Path] | None) -> None:
+    """Register the methods of the user's own files."""
+    for file in files or []:
+        registry.load_file(file)
+
+
+def load_model(model: str | None, dtype: str | None) -> Any:
+    from longspan.models import load as load_any
+
+    quiet_libraries()
+    return load_any(model, dtype=dtype)
+
+
+def quiet_libraries() -> None:
+    """Standard error is for our progress and our sentences."""
+    import warnings
+
+    from transformers.utils import logging
+
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    warnings.filterwarnings("ignore", category=FutureWarning)
+
+
+@contextmanager
+def progress_bar(unit: str) -> Iterator[Callable[[int, int, str], None]]:
+    """A bar on standard error when that is a terminal, else nothing. Called with done, total and what comes next."""
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+    console = Console(stderr=True)
+    if not console.is_terminal:
+        yield lambda done, total, what: None
+        return
+    columns = (BarColumn(bar_width=24), MofNCompleteColumn(), TextColumn(unit), TimeRemainingColumn(),
+               TextColumn("[dim]{task.description}"))
+    with Progress(*columns, console=console, transient=True) as bars:
+        bar = bars.add_task("starting", total=None)
+        yield lambda done, total, what: bars.update(bar, completed=done, total=total, description=what)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,252 @@
+"""A document read once, compressed, and asked many times.
+
+    context = Context.read(load(), text, "snapkv(budget=0.2)")
+    context.ask("Who pays?").text
+    context.append("Later they agreed to split the bill.")
+    context.save("contract.longspan")
+
+The document is read and compressed before any question is known; each question is read on top of what was kept and
+taken back afterwards. An appended turn stays, and is not read again.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import safe_open, save_file
+from torch import Tensor
+
+from longspan.cache import Achieved, RecipeCache, achieved_from_json
+from longspan.decoding import Generated, end_ids, greedy, read, token_nlls
+from longspan.models import Loaded, Prompt
+from longspan.models.load import context_window
+from longspan.recipe import Recipe, Run, per_row
+from longspan.registry import Refused
+
+FORMAT = "longspan-context-1"
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What the model said, and what it took."""
+
+    text: str
+    ids: tuple[int, ...]
+    ttft_s: float
+    """Seconds from the question to the first token."""
+    decode_s: float
+
+    @property
+    def tokens_per_s(self) -> float | None:
+        """Tokens after the first, per second of decoding."""
+        return (len(self.ids) - 1) / self.decode_s if len(self.ids) > 1 and self.decode_s > 0 else None
+
+
+class Context:
+    """A compressed document of one model. Make it with `read` or `load`."""
+
+    def __init__(self, loaded: Loaded, recipe: Recipe, cache: RecipeCache, ids: list[int], foot: str,
+                 read_s: float = 0.0) -> None:
+        self.loaded, self.recipe, self.cache, self.ids, self.foot, self.read_s = loaded, recipe, cache, ids, foot, read_s
+        self.logits: Tensor | None = None
+        self.achieved = Achieved(0)
+        """What was kept when the document had been read."""
+
+    # -- making
+
+    @classmethod
+    def read(cls, loaded: Loaded, text: str, recipe: Recipe | str = "full") -> Context:
+        """Read a document and compress it.
+
+        Args:
+            loaded: what `longspan.load` returned.
+            text: the document.
+            recipe: how to read and what to keep.
+
+        Raises:
+            Refused: an empty document, or one longer than the model's window.
+        """
+        if not text.strip():
+            raise Refused("the document is empty; expected some text.")
+        head, foot = frame(loaded.tokenizer)
+        ids = loaded.tokenizer(head + text, add_special_tokens=not head)["input_ids"]
+        return cls.from_ids(loaded, ids, recipe, foot=foot)
+
+    @classmethod
+    def from_ids(cls, loaded: Loaded, ids: Sequence[int], recipe: Recipe | str = "full", *, foot: str = "",
+                 spans: dict[str, list[tuple[int, int]]] | None = None) -> Context:
+        """Read and compress tokens that are already framed (chat template and all)."""
+        recipe = Recipe.parse(recipe) if isinstance(recipe, str) else recipe
+        check_window(loaded, len(ids), "the document")
+        context = cls(loaded, recipe, None, list(ids), foot)  # type: ignore[arg-type]
+        tensor = torch.tensor([context.ids], device=loaded.model.device)
+        start = time.perf_counter()
+        with recipe.on(loaded.model) as run:
+            context.cache = run.new_cache(Prompt(tensor, len(context.ids), spans or {}))
+            context.logits = read(loaded.model, tensor, context.cache)[:, 0]
+        context.read_s = time.perf_counter() - start
+        context.achieved = run.achieved
+        return context
+
+    # -- using
+
+    def ask(self, question: str, max_new_tokens: int = 128, answer_prefix: str = "") -> Answer:
+        """Answer a question about the document; the context is afterwards as it was.
+
+        Raises:
+            Refused: the question is empty, or longer than what is left of the model's window.
+        """
+        if not question.strip():
+            raise Refused("the question is empty; expected some text.")
+        tokenizer = self.loaded.tokenizer
+        ids = tokenizer("\n\n" + question + self.foot + answer_prefix, add_special_tokens=False)["input_ids"]
+        done, ttft = self.answer_ids(ids, max_new_tokens)
+        return Answer(tokenizer.decode(done.ids, skip_special_tokens=True).strip(), tuple(done.ids), ttft, done.seconds)
+
+    def answer_ids(self, question: Sequence[int], max_new_tokens: int, *, stop: Sequence[str] = ()) -> tuple[Generated, float]:
+        """Read question tokens and write greedily: what was written, and seconds to the first token."""
+        check_window(self.loaded, len(self.ids) + len(question) + max_new_tokens, "document, question and answer together")
+        model = self.loaded.model
+        start = time.perf_counter()
+        with self._on():
+            point = self.cache.snapshot()
+            logits = self._next_logits(question)
+            int(logits.argmax())  # waits for the device
+            ttft = time.perf_counter() - start
+            done = greedy(model, self.cache, logits, max_new_tokens, end_ids(model, self.loaded.tokenizer), stop,
+                          self.loaded.tokenizer)
+            self.cache.restore(point)
+        return done, ttft
+
+    def nlls(self, question: Sequence[int], answer: Sequence[int], chunk: int | None = None) -> list[float]:
+        """Negative log-likelihood (nats) of each answer token after document and question."""
+        with self._on():
+            point = self.cache.snapshot()
+            found = token_nlls(self.loaded.model, self.cache, self._next_logits(question), answer, chunk)
+            self.cache.restore(point)
+        return found
+
+    def append(self, turn: str) -> None:
+        """Add text to the document. What was read before is not read again; the new text is kept whole."""
+        ids = self.loaded.tokenizer("\n\n" + turn, add_special_tokens=False)["input_ids"]
+        if not turn.strip():
+            raise Refused("the turn to append is empty; expected some text.")
+        check_window(self.loaded, len(self.ids) + len(ids), "document and turn together")
+        with self._on():
+            self.logits = self._next_logits(ids)
+        self.ids += ids
+
+    def _on(self) -> Any:
+        return _adopted(self.recipe, self.loaded.model, self.cache)
+
+    def _next_logits(self, ids: Sequence[int]) -> Tensor:
+        if not ids:
+            assert self.logits is not None
+            return self.logits
+        return read(self.loaded.model, torch.tensor([list(ids)], device=self.loaded.model.device), self.cache)[:, 0]
+
+    # -- keeping
+
+    def save(self, path: str | Path) -> Path:
+        """Write the compressed context to one safetensors file (atomically)."""
+        file = Path(path)
+        tensors = {f"{i}.{name}": t.contiguous() for i, layer in enumerate(self.cache.policy_layers)
+                   for name, t in layer.store.state().items()}
+        if len(self.cache.policy_layers) != len(self.cache.layers):
+            raise Refused("a context of a model with sliding-window layers can't be saved; read the document again.")
+        tensors |= {f"{i}.real": layer.real for i, layer in enumerate(self.cache.policy_layers) if layer.real is not None}
+        assert self.logits is not None
+        tensors["logits"], tensors["ids"] = self.logits.contiguous(), torch.tensor(self.ids)
+        stores = [type(layer.store).__name__ for layer in self.cache.policy_layers]
+        meta = {"format": FORMAT, "recipe": str(self.recipe), "foot": self.foot, "stores": json.dumps(stores),
+                "fingerprint": self.loaded.fingerprint, "digest": digest(self.ids),
+                "achieved": json.dumps(self.achieved.as_json())}
+        temporary = file.with_name(file.name + ".part")
+        save_file({n: t.cpu().clone() for n, t in tensors.items()}, temporary, metadata=meta)
+        temporary.replace(file)
+        return file
+
+    @classmethod
+    def load(cls, path: str | Path, loaded: Loaded) -> Context:
+        """Read a saved context for the same model.
+
+        Raises:
+            Refused: no such file, another format, another model, or a damaged file.
+        """
+        file = Path(path)
+        if not file.is_file():
+            raise Refused(f"{str(path)!r}: no such file; expected one written by Context.save.")
+        try:
+            with safe_open(file, "pt", device=str(loaded.model.device)) as stored:
+                meta = stored.metadata() or {}
+                tensors = {name: stored.get_tensor(name) for name in stored.keys()}  # noqa: SIM118
+        except Exception as error:
+            raise Refused(f"{str(path)!r} can't be read as a saved context ({error}).") from error
+        if meta.get("format") != FORMAT:
+            raise Refused(f"{str(path)!r} is not a saved context; expected format {FORMAT}.")
+        if meta["fingerprint"] != loaded.fingerprint:
+            raise Refused(f"{str(path)!r} was made with another model than {loaded.name}; load that model, or read again.")
+        ids = tensors["ids"].tolist()
+        if digest(ids) != meta["digest"]:
+            raise Refused(f"{str(path)!r} is damaged: its tokens don't match their digest.")
+        recipe = Recipe.parse(meta["recipe"])
+        with recipe.on(loaded.model) as run:
+            cache = run.new_cache(Prompt(tensors["ids"][None], len(ids)))
+        _fill(cache, tensors, len(ids), json.loads(meta["stores"]))
+        context = cls(loaded, recipe, cache, ids, meta["foot"])
+        context.logits, context.achieved = tensors["logits"], achieved_from_json(json.loads(meta["achieved"]))
+        return context
+
+
+def _fill(cache: RecipeCache, tensors: dict[str, Tensor], seen: int, stores: list[str]) -> None:
+    for i, layer in enumerate(cache.policy_layers):
+        own = {n.split(".", 1)[1]: t for n, t in tensors.items() if n.startswith(f"{i}.")}
+        layer.load_state(own, seen, stores[i])
+
+
+class _adopted:
+    """A recipe's run that goes on with a cache made earlier."""
+
+    def __init__(self, recipe: Recipe, model: Any, cache: RecipeCache) -> None:
+        self.cache, self.context, self.recipe = cache, per_row([recipe], model), recipe
+
+    def __enter__(self) -> Run:
+        run = self.context.__enter__()
+        run.adopt(self.cache)
+        self.recipe.last_run = run
+        return run
+
+    def __exit__(self, *error: Any) -> None:
+        self.context.__exit__(*error)
+
+
+def frame(tokenizer: Any) -> tuple[str, str]:
+    """What the chat template writes before a user's text, and between it and the answer; empty without a template."""
+    if not getattr(tokenizer, "chat_template", None):
+        return "", "\n"
+    mark = "[[text]]"
+    whole = tokenizer.apply_chat_template([{"role": "user", "content": mark}], tokenize=False, add_generation_prompt=True)
+    if whole.count(mark) != 1:
+        raise Refused("the tokenizer's chat template doesn't show the user's text exactly once; expected one that does.")
+    head, foot = whole.split(mark)
+    return head, foot
+
+
+def check_window(loaded: Loaded, tokens: int, what: str) -> None:
+    """Refuse more tokens than the model was made for."""
+    window = context_window(loaded.model)
+    if tokens > window:
+        raise Refused(f"{what} take {tokens} tokens, but {loaded.name} reads at most {window}; "
+                      f"shorten by {tokens - window} tokens, or choose a model with a longer window.")
+
+
+def digest(ids: Sequence[int]) -> str:
+    """A content key of a token sequence."""
+    return hashlib.sha256(torch.tensor(list(ids), dtype=torch.int64).numpy().tobytes()).hexdigest()

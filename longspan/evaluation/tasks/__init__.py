@@ -1,0 +1,1 @@
+"""The tasks, one family a file; `longspan.registry` finds them, `longspan tasks` lists them."""

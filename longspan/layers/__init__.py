@@ -1,0 +1,82 @@
+"""What models are made of: mixers, position schemes, side paths and stacks, as modules and pure functions.
+
+`Mixer`, `Position`, `SidePath` and `Stack` are the methods (knobs); their ``build`` makes the modules. Every module is
+called ``y, state = module(x, ctx, state)`` with a `Context` and a `MixerState`; see `longspan.layers.base`. The methods
+themselves are read when they are first asked for.
+"""
+
+from typing import TYPE_CHECKING
+
+from longspan.layers.attention import AttentionModule, KVState, Visible, who_sees_whom, with_visibility
+from longspan.layers.base import (
+    Mixer,
+    MixerModule,
+    Position,
+    PositionModule,
+    SidePath,
+    SidePathModule,
+    Stack,
+    StackModule,
+)
+from longspan.layers.context import Context, Cursor
+from longspan.layers.lazy import exports
+from longspan.layers.naming import choose, to_json
+from longspan.layers.positions import inverse_frequencies, rotate, slopes
+from longspan.layers.state import MixerState
+
+if TYPE_CHECKING:
+    from longspan.layers.attention import Softmax
+    from longspan.layers.memory import LinearAttention, linear_chunked, linear_loop, linear_quadratic
+    from longspan.layers.positions import Alibi, NoPositions, Rope
+    from longspan.layers.sidepaths import ShortConv
+    from longspan.layers.stacks import Plain
+
+__getattr__ = exports(
+    __name__,
+    {
+        "Alibi": "positions.alibi",
+        "LinearAttention": "memory.linear",
+        "NoPositions": "positions.none",
+        "Plain": "stacks.plain",
+        "Rope": "positions.rope",
+        "ShortConv": "sidepaths.short_conv",
+        "Softmax": "attention.softmax",
+        "linear_chunked": "memory.linear",
+        "linear_loop": "memory.linear",
+        "linear_quadratic": "memory.linear",
+    },
+)
+
+__all__ = [
+    "Alibi",
+    "AttentionModule",
+    "Context",
+    "Cursor",
+    "KVState",
+    "LinearAttention",
+    "Mixer",
+    "MixerModule",
+    "MixerState",
+    "NoPositions",
+    "Plain",
+    "Position",
+    "PositionModule",
+    "Rope",
+    "ShortConv",
+    "SidePath",
+    "SidePathModule",
+    "Softmax",
+    "Stack",
+    "StackModule",
+    "Visible",
+    "choose",
+    "inverse_frequencies",
+    "linear_chunked",
+    "linear_loop",
+    "linear_quadratic",
+    "rotate",
+    "slopes",
+    "to_json",
+    "who_sees_whom",
+    "with_visibility",
+]

@@ -1,0 +1,11 @@
+"""Side paths: what runs beside the mixer of a layer."""
+
+from typing import TYPE_CHECKING
+
+from longspan.layers.lazy import exports
+
+if TYPE_CHECKING:
+    from longspan.layers.sidepaths.short_conv import ShortConv
+
+__getattr__ = exports(__name__, {"ShortConv": "short_conv"})
+__all__ = ["ShortConv"]

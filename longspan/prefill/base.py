@@ -1,0 +1,201 @@
+"""What selectors share: the context they read, the interface they fill, and the arithmetic over blocks.
+
+Blocks are counted from the chunk's first query and from key slot 0. Padding (``valid`` false) never enters a mean, a
+softmax or a plan. Ties are always broken by the lower index, so a plan depends on nothing but its input.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Bool, Float
+from torch import Tensor
+
+from longspan.kernels.plan import ReadPlan, forced_blocks, repeat_heads, visible_blocks
+from longspan.registry import Method
+
+
+@dataclasses.dataclass(frozen=True)
+class ReadContext:
+    """One layer's attention call. The T queries stand at the last T of S slots; q and k are rotated already.
+
+    `valid` is false for padding slots. `q_pre_rope` gives the queries before rotary positions, for those who ask.
+    """
+
+    q: Float[Tensor, "B Hq T D"]
+    k: Float[Tensor, "B Hkv S D"]
+    v: Float[Tensor, "B Hkv S D"]
+    scale: float
+    layer: int = 0
+    n_layers: int = 1
+    valid: Bool[Tensor, "B S"] | None = None
+    q_pre_rope: Callable[[], Float[Tensor, "B Hq T D"]] | None = None
+
+    @property
+    def q_len(self) -> int:
+        return self.q.shape[2]
+
+    @property
+    def k_len(self) -> int:
+        return self.k.shape[2]
+
+    @property
+    def heads(self) -> int:
+        return self.q.shape[1]
+
+    @property
+    def valid_queries(self) -> Bool[Tensor, "B T"] | None:
+        return None if self.valid is None else self.valid[:, self.k_len - self.q_len:]
+
+
+class Selector(Method):
+    """Chooses the query-key pairs of a prompt. Subclasses implement `select` and may raise `dense_until`."""
+
+    block: int
+
+    def plan(self, x: ReadContext) -> ReadPlan:
+        """The pairs to compute for `x`: dense when there is too little to choose from.
+
+        Raises ValueError for shapes that don't fit and for NaN or infinite queries or keys.
+        """
+        check_context(x)
+        if x.q_len <= 2 * self.block or x.k_len <= self.dense_until:
+            return dense_plan(x, self.block)
+        return self.select(x)
+
+    @property
+    def dense_until(self) -> int:
+        """Up to this many keys the plan is dense, whatever the knobs say."""
+        return 0
+
+    def select(self, x: ReadContext) -> ReadPlan:
+        """The plan of a prompt that is long enough; override this."""
+        raise NotImplementedError
+
+
+def check_context(x: ReadContext) -> None:
+    """Raise ValueError for shapes that don't fit together, an empty prompt, NaN or infinity."""
+    q, k = x.q, x.k
+    fits = q.ndim == k.ndim == 4 and x.v.shape[:3] == k.shape[:3] and q.shape[::3] == k.shape[::3]
+    if not fits or q.shape[1] % k.shape[1] or not 1 <= q.shape[2] <= k.shape[2]:
+        raise ValueError(f"expected q (B,Hq,T,D), k and v (B,Hkv,S,D) with Hq a multiple of Hkv and 1 <= T <= S, got q "
+                         f"{tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(x.v.shape)}")
+    if x.valid is not None and (x.valid.shape != (k.shape[0], k.shape[2]) or x.valid.dtype != torch.bool):
+        raise ValueError(f"valid: expected Bool {(k.shape[0], k.shape[2])}, got {x.valid.dtype} {tuple(x.valid.shape)}")
+    for name, values in (("q", q), ("k", k)):
+        if not bool(torch.isfinite(values.sum(dtype=torch.float32))):
+            raise ValueError(f"{name} holds NaN or infinite numbers")
+
+
+# ------------------------------------------------------------------------------------------------------------- plans
+
+
+def dense_plan(x: ReadContext, block: int) -> ReadPlan:
+    """Every causal pair of `x`."""
+    return ReadPlan.dense(q_len=x.q_len, k_len=x.k_len, q_block=block, k_block=block, device=x.q.device)
+
+
+def plan_from_blocks(x: ReadContext, chosen: Bool[Tensor, "#B #H NQ NK"], block: int, *, sink: int = 1,
+                     window: int = 1, columns: Bool[Tensor, "B H S"] | None = None) -> ReadPlan:
+    """The plan of the `chosen` blocks, with the sink and the last `window` keys of every query forced into it."""
+    mask = (chosen | forced(x, block, sink=sink, window=window)) & readable(x, block)
+    return ReadPlan.from_mask(mask, q_len=x.q_len, k_len=x.k_len, q_block=block, k_block=block, columns=columns)
+
+
+def forced(x: ReadContext, block: int, *, sink: int = 1, window: int = 1) -> Bool[Tensor, "#B 1 NQ NK"]:
+    """Blocks with the first `sink` tokens (after left padding) or the last `window` of each query, its own included."""
+    first = 0 if x.valid is None else x.valid.int().argmax(-1)
+    mask = forced_blocks(x.q_len, x.k_len, block, block, sink=sink, window=window, first=first, device=x.q.device)
+    return mask if mask.ndim == 4 else mask[None, None]
+
+
+def readable(x: ReadContext, block: int) -> Bool[Tensor, "#B 1 NQ NK"]:
+    """Blocks with at least one key that is no padding and not after the query block's last row."""
+    seen = visible_blocks(x.q_len, x.k_len, block, block, device=x.q.device)[None, None]
+    return seen if x.valid is None else seen & in_blocks(x.valid, block).any(-1)[:, None, None]
+
+
+# ------------------------------------------------------------------------------------------------------------- blocks
+
+
+def in_blocks(x: Tensor, block: int) -> Tensor:
+    """(..., L) -> (..., N, block): the last axis cut into blocks, the last one filled up with zeros."""
+    return F.pad(x, (0, -x.shape[-1] % block)).unflatten(-1, (-1, block))
+
+
+def pooled(x: Float[Tensor, "B H L D"], block: int, valid: Bool[Tensor, "B L"] | None = None
+           ) -> Float[Tensor, "B H N D"]:
+    """Block means in float32 over the rows that are no padding; blocks of padding alone become 0."""
+    L = x.shape[2]
+    if valid is not None:
+        x = x.masked_fill(~valid[:, None, :, None], 0.0)
+    sums = F.pad(x, (0, 0, 0, -L % block)).unflatten(2, (-1, block)).sum(3, dtype=torch.float32)
+    real = torch.ones(1, L, dtype=torch.bool, device=x.device) if valid is None else valid
+    return sums / in_blocks(real, block).sum(-1).clamp(min=1)[:, None, :, None]
+
+
+def pooled_map(x: ReadContext, block: int) -> Float[Tensor, "B Hq NQ NK"]:
+    """softmax_v(mean(Q_u) . mean(K_v) * scale) over the readable blocks of each row."""
+    queries = pooled(x.q, block, x.valid_queries)
+    keys = repeat_heads(pooled(x.k, block, x.valid), x.heads)
+    return masked_softmax(queries @ keys.mT * x.scale, readable(x, block))
+
+
+def masked_softmax(logits: Tensor, mask: Tensor) -> Tensor:
+    """Softmax over the last axis where `mask` is true; rows without any become 0."""
+    return torch.nan_to_num(logits.masked_fill(~mask, -torch.inf).softmax(-1), nan=0.0)
+
+
+def keep_top_p(weights: Float[Tensor, "... N"], p: float, first: Bool[Tensor, "... N"] | None = None
+               ) -> Bool[Tensor, "... N"]:
+    """The smallest set, `first` and then by falling weight, that holds at least `p` of each row's sum.
+
+    p = 1 keeps everything; a row that sums to 0 keeps only `first`.
+    """
+    ahead = torch.zeros_like(weights, dtype=torch.bool) if first is None else first.expand_as(weights)
+    if p >= 1:
+        return torch.ones_like(ahead)
+    order = weights.masked_fill(ahead, torch.inf).sort(dim=-1, descending=True, stable=True).indices
+    ranked = weights.gather(-1, order)
+    before = ranked.cumsum(-1) - ranked
+    kept = before < p * weights.sum(-1, keepdim=True)
+    return torch.zeros_like(ahead).scatter(-1, order, kept) | ahead
+
+
+def keep_top_k(weights: Float[Tensor, "... N"], k: int | Tensor) -> Bool[Tensor, "... N"]:
+    """The `k` largest of each row: one number, or a tensor (...) with one per row."""
+    order = weights.sort(dim=-1, descending=True, stable=True).indices
+    rank = torch.arange(weights.shape[-1], device=weights.device)
+    count = k[..., None] if isinstance(k, Tensor) else k
+    return torch.zeros_like(weights, dtype=torch.bool).scatter(-1, order, (rank < count).expand_as(order))
+
+
+# ---------------------------------------------------------------------------------------------------------- last rows
+
+
+def last_rows_attention(x: ReadContext, rows: int) -> Float[Tensor, "B Hq rows S"]:
+    """Exact attention weights of the last `rows` queries (all of them if there are fewer), float32.
+
+    Rows of padding are 0.
+    """
+    rows, (B, heads, _, D), key_heads = min(rows, x.q_len), x.q.shape, x.k.shape[1]
+    queries = (x.q[:, :, x.q_len - rows:].float() * x.scale).reshape(B, key_heads, -1, D)
+    logits = (queries @ x.k.float().mT).view(B, heads, rows, x.k_len)
+    later = torch.ones(rows, rows, dtype=torch.bool, device=x.q.device).triu(1)
+    logits[..., x.k_len - rows:].masked_fill_(later, -torch.inf)
+    if x.valid is None:
+        return logits.softmax(-1)
+    return masked_softmax(logits, x.valid[:, None, None] & x.valid[:, None, x.k_len - rows:, None])
+
+
+def diagonal_sums(attention: Float[Tensor, "B H rows S"]) -> Float[Tensor, "B H S"]:
+    """Sums of the last rows' attention along each diagonal; entry o adds what queries give to the key o before them."""
+    rows, S = attention.shape[-2:]
+    # Read with rows one longer than they are, each row starts one key later than the one above: diagonals are columns.
+    padded = F.pad(attention, (rows, 0))
+    b, h, r, one = padded.stride()
+    sheared = padded.as_strided((*attention.shape[:2], rows, S), (b, h, r + one, one), 1)
+    return sheared.sum(-2).flip(-1)

@@ -1,0 +1,31 @@
+"""A plan as a table."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from longspan.reporting.tables import human_bytes
+
+
+def plan_table(plan: Any) -> Any:
+    """A `rich` table of a plan: what fits and is good enough first."""
+    from rich.console import Group
+    from rich.table import Table
+    from rich.text import Text
+
+    title = (f"{plan.model} · {plan.context:,} tokens" + (f" × {plan.rows} rows" if plan.rows > 1 else "")
+             + f" · {human_bytes(plan.memory)} · at least {plan.floor:.0%} of the dense accuracy")
+    table = Table(box=None, padding=(0, 2, 0, 0))
+    for column in ("recipe", "cache", "accuracy kept", "nats above dense", "measured at", "verdict"):
+        table.add_column(column, overflow="fold")
+    for choice in plan.choices:
+        kept = "unknown" if choice.quality is None else f"{choice.quality:.0%} (n={choice.examples})"
+        above = "unknown" if choice.nll_increase is None else f"{choice.nll_increase:+.2f}"
+        verdict = Text(choice.reason, style="dim") if choice.reason else Text("fits", style="bold green")
+        table.add_row(choice.recipe, human_bytes(choice.bytes), kept, above, f"{choice.measured_at:,}", verdict)
+    parts = [Text(title, style="bold"), table]
+    if not plan.recommended:
+        parts.append(Text("Nothing fits; lower --floor, raise --memory, or shorten the context.", style="yellow"))
+    if plan.note:
+        parts.append(Text(f"Note: {plan.note}.", style="yellow"))
+    return Group(*parts)

@@ -1,0 +1,51 @@
+"""Training: objectives, batches, and the one loop that trains everything.
+
+``train(model, batches, TrainConfig(...), objective)`` is all it takes; `longspan.training.command` is what the command
+line runs.
+"""
+
+from typing import TYPE_CHECKING
+
+from longspan.layers.lazy import exports
+from longspan.training.base import IGNORE, Batch, Batches, Objective, Outcome
+from longspan.training.checkpoint import Checkpoint, checkpoints, load_checkpoint, save_checkpoint
+from longspan.training.command import TrainOptions
+from longspan.training.config import TrainConfig, learning_rate
+from longspan.training.data import SYNTHETIC, Bytes, Copy, Recall, TextBatches, TokenizerFile, dice, read_text
+from longspan.training.loop import Diverged, Trainer, TrainResult, evaluate, train
+from longspan.training.truncation import Tally, backward
+
+if TYPE_CHECKING:
+    from longspan.training.next_token import NextToken
+
+__getattr__ = exports(__name__, {"NextToken": "next_token"})
+__all__ = [
+    "Batch",
+    "Batches",
+    "Bytes",
+    "Checkpoint",
+    "Copy",
+    "Diverged",
+    "IGNORE",
+    "NextToken",
+    "Objective",
+    "Outcome",
+    "Recall",
+    "SYNTHETIC",
+    "Tally",
+    "TextBatches",
+    "TokenizerFile",
+    "TrainConfig",
+    "TrainOptions",
+    "TrainResult",
+    "Trainer",
+    "backward",
+    "checkpoints",
+    "dice",
+    "evaluate",
+    "learning_rate",
+    "load_checkpoint",
+    "read_text",
+    "save_checkpoint",
+    "train",
+]
