@@ -25,8 +25,8 @@ def recipes() -> list[str]:
     """The dense run, every score at three budgets, the best storage levers."""
     found = ["full", *(f"{score}(budget={budget})" for score in SCORES for budget in BUDGETS)]
     found += [f"expected-attention @ adakv(budget={budget})" for budget in BUDGETS]
-    return [*found, "keydiff(budget=0.5, store=quantised)", "random(budget=1.0, store=quantised)",
-            "random(budget=1.0, store=quantised(bits=4))"]
+    return [*found, "keydiff(budget=0.5, store=quantised)", "full(store=quantised)",
+            "full(store=quantised(bits=4))"]
 
 
 def main() -> None:

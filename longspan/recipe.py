@@ -124,7 +124,7 @@ def _policy(part: Part) -> CachePolicy:
     if part.at is not None and "budget" in given:
         raise Refused(f"{part.call.name}(budget=…) @ {part.at.name}: the budget stands twice; "
                       f"write {part.call.name} @ {part.at.name}(budget={given['budget']}).")
-    at = part.at or Call("uniform", {"budget": given["budget"]} if "budget" in given else {})
+    at = part.at or Call("uniform", {"budget": given.get("budget", score.default_budget)})  # type: ignore[attr-defined]
     if card(at.name).kind != "budget":
         raise Refused(f"{part.call.name} @ {at.name}: {at.name} is a {card(at.name).kind}; expected a budget such as "
                       "adakv(budget=0.2).")

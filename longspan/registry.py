@@ -118,7 +118,7 @@ class Knob:
 
     @property
     def is_number(self) -> bool:
-        return self.type.split("|")[0].strip() in ("int", "float")
+        return "str" not in self.type and self.type.split("|")[0].strip() in ("int", "float")
 
     def _check_number(self, value: Any, where: str) -> None:
         whole = self.type.startswith("int")

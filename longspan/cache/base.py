@@ -117,6 +117,9 @@ class KeepPlan:
 class Score(Method):
     """How much an entry is worth keeping; higher stays."""
 
+    default_budget: ClassVar[float | str] = 0.2
+    """What is kept when the recipe names no budget."""
+
     def window_rows(self) -> int:
         """Newest query rows this score reads (0: none)."""
         return 0

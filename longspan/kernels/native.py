@@ -140,8 +140,9 @@ def _run(*command: str) -> None:
 
 def _key(source: Path, compiler: str) -> str:
     version = subprocess.run([compiler, "--version"], capture_output=True, text=True, timeout=TIMEOUT_S, check=False)
+    texts = [path.read_text() for path in (source, *sorted(source.parent.glob("*.h")))]
     facts = (
-        source.read_text(), compiler, version.stdout, _processor(), torch.__version__,
+        *texts, compiler, version.stdout, _processor(), torch.__version__,
         str(openmp_runtimes()[:1]), repr(COMMON), platform.platform(),
     )  # fmt: skip
     return hashlib.sha256("\0".join(facts).encode()).hexdigest()[:20]

@@ -30,12 +30,12 @@ Attend = Callable[..., tuple[Tensor, Tensor | None]]
 Prefix = tuple[Tensor, Tensor, Tensor, Tensor | None]
 """k_flat (N,D), v_flat (N,D), offsets (prefix rows * Hkv + 1), row pointers (B) or None."""
 
-NATIVE_ROWS = 32
+NATIVE_ROWS = 64
 """Query rows of one segment (group x steps) up to which the C kernel is the fastest version."""
-PAGE = 256
+PAGE = 128
 """Keys a page."""
-PAGED_STEPS = 16
-"""Queries a head up to which pages beat a loop over the segments."""
+PAGED_STEPS, PAGED_SEGMENTS, PAGED_LENGTH = 16, 16, 256
+"""Pages beat a loop over the segments for few queries and many short segments, and wherever launches are dear."""
 PAGED_NUMBERS = 1 << 22
 """Numbers of K (and of V) that pages gather at once."""
 
@@ -48,7 +48,7 @@ def attend_ragged(
     q: Float[Tensor, "B Hq T D"],
     k_flat: Float[Tensor, "N D"],
     v_flat: Float[Tensor, "N D"],
-    offsets: Int[Tensor, "segments_1"],
+    offsets: Int[Tensor, "offsets"],
     *,
     scale: float | None = None,
     softcap: float | None = None,
@@ -67,19 +67,20 @@ def attend_ragged(
     behind it. Scale, softcap and results as in `attend`: out in the dtype of `q`, lse float32 in natural log; an
     empty segment gives 0 and -inf. Raises ValueError on shapes that don't fit or offsets that leave the buffer.
     """
-    batch, heads = q.shape[:2]
     if kv_heads is None:
         if rows is not None:
             raise ValueError("attend_ragged needs kv_heads when rows points into the prefix")
-        kv_heads = (offsets.shape[0] - 1) // batch if batch else 1
+        kv_heads = (offsets.shape[0] - 1) // max(1, q.shape[0])
     scale = q.shape[3] ** -0.5 if scale is None else scale
     ragged = Ragged(q, k_flat, v_flat, offsets, rows, kv_heads, scale, softcap, positions, q_positions, window)
     ragged.check()
-    kernel = _kernel_for(q, k_flat, v_flat, heads // kv_heads * q.shape[2], scale)
+    kernel = _kernel_for(ragged)
     if kernel is not None:
         return _call(kernel, ragged, None, return_lse)
     ragged.check_offsets()
-    if q.shape[2] <= PAGED_STEPS:
+    segments = q.shape[0] * kv_heads
+    short = segments > PAGED_SEGMENTS and k_flat.shape[0] <= segments * PAGED_LENGTH
+    if q.shape[2] <= PAGED_STEPS and (short or not q.is_cpu):
         out, lse = by_page(ragged)
     else:
         out, lse = by_segment(ragged)
@@ -126,7 +127,7 @@ def decode_attend(
     ragged = Ragged(q, k_flat, v_flat, offsets, rows, kv_heads, scale, softcap)
     if prefix is not None:
         ragged.check()
-    kernel = _kernel_for(q, tail_k, tail_v, heads // kv_heads * steps, scale)
+    kernel = _kernel_for(ragged, tail_k, tail_v)
     if kernel is not None:
         return _call(kernel, ragged, (tail_k, tail_v, tail_len, tail_mask), return_lse)
     mask = None if tail_mask is None else tail_mask[:, None, None, :]
@@ -254,7 +255,7 @@ def by_page(ragged: Ragged) -> tuple[Tensor, Tensor]:
     assert offsets is not None and ragged.k_flat is not None
     B, heads, T, D = q.shape
     pairs = B * ragged.kv_heads
-    queries = q.reshape(pairs, -1, D)
+    queries = q.reshape(pairs, heads // ragged.kv_heads * T, D)
     segment = ragged.segments().flatten()
     start, length = offsets[segment], offsets[segment + 1] - offsets[segment]
     pages = (length + PAGE - 1) // PAGE
@@ -315,11 +316,13 @@ def _kernel() -> Callable[[bytes], int] | None:
     return function
 
 
-def _kernel_for(q: Tensor, k: Tensor, v: Tensor, rows: int, scale: float) -> Callable[[bytes], int] | None:
+def _kernel_for(ragged: Ragged, *tail: Tensor) -> Callable[[bytes], int] | None:
     """The C kernel where it applies: CPU, few query rows, no gradient wanted."""
-    if not q.is_cpu or q.dtype not in _DTYPES or not 0 < rows <= NATIVE_ROWS or scale <= 0:
+    q = ragged.q
+    rows = q.shape[1] // ragged.kv_heads * q.shape[2]
+    if not q.is_cpu or q.dtype not in _DTYPES or not 0 < rows <= NATIVE_ROWS or ragged.scale <= 0:
         return None
-    if (q.requires_grad or k.requires_grad or v.requires_grad) and torch.is_grad_enabled():
+    if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (*ragged[:3], *tail)):
         return None
     return _kernel()
 
