@@ -1,0 +1,46 @@
+"""The experiment harness, and the smoke scale of every experiment."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from longspan.experiments import base, find, names, perform
+from longspan.experiments.base import Experiment, Outcome
+from longspan.registry import Refused
+
+
+def outcome(verdict="reproduced", reason=""):
+    return Outcome({"gain": 1.5}, {"gain": 2.0}, {"gain is positive": True}, verdict, reason, [1], [{"n": 1}])
+
+
+def test_outcomes_are_stored_as_json(tmp_path):
+    done = perform(Experiment("x", "x", "a claim", lambda scale, progress: outcome()), "smoke", tmp_path)
+    stored = json.loads((tmp_path / "x.json").read_text())
+    assert stored == json.loads(json.dumps(done.as_json()))
+    assert {"id", "scale", "claim", "measured", "expected", "checks", "verdict", "reason"} <= set(stored)
+
+
+def test_a_verdict_needs_its_reason():
+    with pytest.raises(ValueError, match="needs a reason"):
+        outcome("failed")
+    with pytest.raises(ValueError, match="unknown verdict"):
+        outcome("splendid")
+
+
+def test_unknown_names_are_refused():
+    with pytest.raises(Refused, match="cache-baselines"):
+        find(["cache-baseline"])
+    with pytest.raises(Refused, match="smoke"):
+        perform(Experiment("x", "x", "", lambda *_: outcome()), "smok")
+
+
+def test_every_file_is_an_experiment_of_its_name():
+    assert [e.id for e in find([])] == names()
+
+
+@pytest.mark.parametrize("name", names())
+def test_smoke(name, tmp_path):
+    done = perform(find([name])[0], "smoke", tmp_path)
+    assert done.verdict in base.VERDICTS and done.outcome.measured and done.outcome.checks and done.outcome.table
