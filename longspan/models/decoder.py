@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -59,9 +60,10 @@ class DecoderConfig:
             _at_least_one(name, getattr(self, name))
         if self.head_dim is None and self.dim % self.n_heads:
             raise Refused(f"dim={self.dim}: expected a multiple of n_heads={self.n_heads}, or head_dim given.")
-        set_(self, "n_kv_heads", _at_least_one("n_kv_heads", self.n_kv_heads or self.n_heads))
-        set_(self, "head_dim", _at_least_one("head_dim", self.head_dim or self.dim // self.n_heads))
-        set_(self, "mlp_dim", _at_least_one("mlp_dim", self.mlp_dim or -(-8 * self.dim // 3 // 8) * 8))
+        sizes = {"n_kv_heads": self.n_heads, "head_dim": self.dim // self.n_heads, "mlp_dim": _multiple_of_8(self.dim)}
+        for name, usual in sizes.items():
+            value = getattr(self, name)
+            set_(self, name, usual if value is None else _at_least_one(name, value))
         if self.n_heads % self.n_kv_heads:  # type: ignore[operator]
             raise Refused(f"n_kv_heads={self.n_kv_heads}: expected a divisor of n_heads={self.n_heads}.")
         if not 0.0 <= self.dropout < 1.0:
@@ -92,6 +94,11 @@ class DecoderConfig:
                 raise Refused(f"decoder config: {nearest(name, names, 'entry')}")
         parts = {name: choose(data[name], kind) for name, kind in PARTS.items() if data.get(name) is not None}
         return cls(**(data | parts))
+
+
+def _multiple_of_8(dim: int) -> int:
+    """The usual hidden width of a gated MLP, 8/3 of the model's, in whole vectors."""
+    return math.ceil(dim / 3) * 8
 
 
 def _at_least_one(name: str, value: Any) -> int:

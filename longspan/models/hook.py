@@ -15,6 +15,7 @@ import contextlib
 import functools
 import inspect
 import threading
+import types
 import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -61,8 +62,6 @@ class LayerCall:
     store: Any
     """The cache layer that staged `k` and `v`, or None when the model runs without our cache."""
     hidden: Float[Tensor, "B T C"] | None = None
-    mask4d: Tensor | None = None
-    """A ready-made mask (packed sequences, image blocks); such calls are attended densely."""
 
     @functools.cached_property
     def q_pre_rope(self) -> Float[Tensor, "B Hq T D"]:
@@ -79,7 +78,8 @@ class Handler(Protocol):
     def owns(self, cache: Any) -> bool: ...
     def attend(self, call: LayerCall) -> Float[Tensor, "B Hq T D"]: ...
     def before_generate(self, arguments: dict[str, Any]) -> None: ...
-    def after_forward(self, cache: Any) -> None: ...
+    def left(self) -> None:
+        """No forward runs any more and none will: caches made here must not be used from now on."""
 
 
 # ------------------------------------------------------------------------------------------- the registered functions
@@ -99,7 +99,8 @@ def attention_function(module: nn.Module, q: Tensor, k: Tensor, v: Tensor, atten
     is_4d = attention_mask is not None and attention_mask.dim() == 4
     if handler is None or state is None or (store is None and getattr(module, "is_sliding", False)) or is_4d:
         if store is not None:
-            raise RuntimeError("a compressed cache met a mask of packed sequences; run packed batches without a recipe.")
+            raise Refused("a recipe's cache met a mask of packed sequences or image blocks; run such batches without a "
+                          "recipe, or with use_cache=False.")
         out = plain_attention(q, k, v, attention_mask, scale, sliding_window, softcap)
         return out.transpose(1, 2).contiguous(), None
     if position_ids is None:
@@ -109,7 +110,7 @@ def attention_function(module: nn.Module, q: Tensor, k: Tensor, v: Tensor, atten
         layer=module.layer_idx, q=q, k=k, v=v, scale=scale,
         positions=position_ids.expand(q.shape[0], -1) if position_ids.shape[0] != q.shape[0] else position_ids,
         padding=attention_mask, window=sliding_window, softcap=softcap, parts=state.parts, store=store,
-        hidden=state.hidden.pop(module.layer_idx, None) if state.hidden else None,
+        hidden=state.hidden.pop((threading.get_ident(), module.layer_idx), None) if state.hidden else None,
     )
     return handler.attend(call).transpose(1, 2).contiguous(), None
 
@@ -151,19 +152,29 @@ class _Attached:
     """What is known about one model while at least one handler is attached to it."""
 
     def __init__(self, model: nn.Module) -> None:
-        self.model = weakref.ref(model)
         self.parts = find_parts(model)
         self.stack: list[tuple[object, Handler]] = []
-        self.in_flight = 0
+        self.running: dict[int, int] = {}
+        """Forwards in flight per thread."""
         self.idle = threading.Condition(threading.RLock())
-        self.hidden: dict[int, Tensor] = {}
+        self.hidden: dict[tuple[int, int], Tensor] = {}
+        """Layer inputs waiting for their attention call, by thread and layer."""
         self.watching = False
         self.pending = threading.local()
         self.undo: list[Callable[[], Any]] = []
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> _Attached:
+        # A copy of the model carries our hooks along; they know their own model and leave the copy alone.
+        return self
+
     @property
     def handler(self) -> Handler | None:
         return self.stack[-1][1] if self.stack else None
+
+    def alone(self) -> bool:
+        """Whether no other living thread is inside a forward. A count that an interrupt left behind doesn't matter."""
+        others = {t.ident for t in threading.enumerate()} - {threading.get_ident()}
+        return not any(n and thread in others for thread, n in self.running.items())
 
     # -- switching on
 
@@ -190,15 +201,13 @@ class _Attached:
             self.undo.append(hook.remove)
 
     def _switch_configs(self, model: nn.Module) -> None:
-        configs = {id(c): c for m in model.modules() if (c := getattr(m, "config", None)) is not None}
-        for config in configs.values():
+        for config in {id(c): c for m in model.modules() if (c := getattr(m, "config", None)) is not None}.values():
             if hasattr(config, "_attn_implementation_internal"):
-                old = config._attn_implementation_internal
-                self.undo.append(functools.partial(setattr, config, "_attn_implementation_internal", old))
+                _hold(config)
+                self.undo.append(functools.partial(_release, config))
         model.set_attn_implementation(IMPLEMENTATION)
         attention_config = getattr(self.parts.attention(0), "config", model.config)
         if attention_config._attn_implementation != IMPLEMENTATION:
-            self.switch_off()
             raise Refused(f"{type(model).__name__} can't switch its attention function; expected a transformers class "
                           "that calls ALL_ATTENTION_FUNCTIONS, such as LlamaForCausalLM.")
 
@@ -209,10 +218,13 @@ class _Attached:
         original = model.generate
         signature = inspect.signature(original)
 
-        @functools.wraps(original)
-        def generate(*args: Any, **kwargs: Any) -> Any:
+        @functools.wraps(getattr(original, "__func__", original))
+        def generate(this: Any, *args: Any, **kwargs: Any) -> Any:
+            if this is not self.parts.model:  # a deep copy made inside the block
+                return type(this).generate(this, *args, **kwargs)
             given = signature.bind_partial(*args, **kwargs).arguments
             given = {**given, **given.pop("kwargs", {})}
+            given["generation_config"] = given.get("generation_config") or getattr(this, "generation_config", None)
             handler = self.handler
             if handler is not None:
                 handler.before_generate(given)
@@ -224,7 +236,8 @@ class _Attached:
                 self.pending.prompt = outer
 
         had = model.__dict__.get("generate")
-        model.generate = generate  # type: ignore[assignment]
+        # A method, not a function: a deep copy of the model then gets one that is bound to the copy.
+        model.generate = types.MethodType(generate, model)  # type: ignore[assignment]
         self.undo.append(functools.partial(model.__dict__.__setitem__, "generate", had) if had is not None
                          else functools.partial(model.__dict__.pop, "generate", None))
 
@@ -236,47 +249,72 @@ class _Attached:
     # -- hooks
 
     def _before_forward(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict] | None:
+        if module is not self.parts.decoder:
+            return None
         with self.idle:
             handler = self.handler
             if handler is None:
                 return None
-            self.in_flight += 1
-        name = cache_keyword(module)
-        given = kwargs.get(name)
-        if kwargs.get("output_attentions"):
+            thread = threading.get_ident()
+            self.running[thread] = self.running.get(thread, 0) + 1
+        if _or_config(module, kwargs, "output_attentions"):
             raise Refused("output_attentions=True can't be served while a recipe is on; attention is computed in parts.")
-        if given is None and not kwargs.get("use_cache", False):
+        name = cache_keyword(module)
+        given, prompt = kwargs.get(name), getattr(self.pending, "prompt", None)
+        if given is None and not (_or_config(module, kwargs, "use_cache") and not _checkpoints(module)):
             return None
         if given is None or (type(given) is DynamicCache and given.get_seq_length() == 0):
-            if getattr(given, "offloading", False):
-                raise Refused("an offloaded cache can't be combined with a recipe; leave cache_implementation unset.")
-            return args, {**kwargs, name: handler.new_cache(getattr(self.pending, "prompt", None))}
+            return args, {**kwargs, name: _replacement(given, handler.new_cache(prompt))}
         if not handler.owns(given):
             raise Refused(f"the cache given ({type(given).__name__}, {given.get_seq_length()} tokens) was not made by this "
                           "recipe; expected none, an empty DynamicCache, or a cache made while the recipe is on.")
+        given.prompt = given.prompt or prompt
         return None
 
     def _after_forward(self, module: nn.Module, args: tuple, kwargs: dict[str, Any], output: Any) -> None:
-        handler = self.handler
-        try:
-            cache = kwargs.get(cache_keyword(module))
-            if handler is not None and cache is not None and output is not None and handler.owns(cache):
-                handler.after_forward(cache)
-        finally:
-            with self.idle:
-                self.in_flight = max(0, self.in_flight - 1)
-                self.idle.notify_all()
+        if module is not self.parts.decoder:
+            return
+        with self.idle:
+            thread = threading.get_ident()
+            left = self.running.get(thread, 0) - 1
+            if left > 0:
+                self.running[thread] = left
+            else:
+                self.running.pop(thread, None)
+            self.idle.notify_all()
 
     def _capture_hidden(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
-        self.hidden[module.layer_idx] = kwargs["hidden_states"] if "hidden_states" in kwargs else args[0]
+        if module in _modules:
+            found = kwargs["hidden_states"] if "hidden_states" in kwargs else args[0]
+            self.hidden[threading.get_ident(), module.layer_idx] = found
+
+
+def _or_config(module: nn.Module, kwargs: dict[str, Any], name: str) -> bool:
+    """An argument of a decoder's forward, which falls back on its config."""
+    value = kwargs.get(name)
+    return bool(getattr(module.config, name, False) if value is None else value)
+
+
+def _checkpoints(module: nn.Module) -> bool:
+    """Whether layers run twice and drop their cache, as gradient checkpointing has it."""
+    return module.training and bool(getattr(module, "gradient_checkpointing", False))
+
+
+def _replacement(given: Any, cache: Any) -> Any:
+    """`cache`, set to what transformers asked of the empty cache it takes the place of."""
+    if getattr(given, "offloading", False):
+        raise Refused("an offloaded cache can't be combined with a recipe; leave cache_implementation unset.")
+    if any(getattr(layer, "record_past", False) for layer in getattr(given, "layers", ())):
+        cache.activate_past_recording()
+    return cache
 
 
 def _prompt_of(given: dict[str, Any]) -> Prompt | None:
-    ids = given.get("inputs", given.get("input_ids"))
-    if ids is not None:
-        return Prompt(ids, ids.shape[1])
     embeds = given.get("inputs_embeds")
-    return Prompt(None, embeds.shape[1]) if embeds is not None else None
+    if embeds is not None:
+        return Prompt(None, embeds.shape[1])
+    ids = given.get("inputs", given.get("input_ids"))
+    return Prompt(ids, ids.shape[1]) if ids is not None else None
 
 
 def cache_keyword(module: nn.Module) -> str:
@@ -291,6 +329,22 @@ def _cache_keyword(cls: type[nn.Module]) -> str:
 
 _attached: weakref.WeakKeyDictionary[nn.Module, _Attached] = weakref.WeakKeyDictionary()
 _lock = threading.RLock()
+_held: dict[int, tuple[Any, str | None, int]] = {}
+"""Configs that name our attention now: the config, what it named before, and how many models need it so."""
+
+
+def _hold(config: Any) -> None:
+    """Remember what `config` names. Models may share one config object; the last to leave puts it back."""
+    _, old, holders = _held.get(id(config), (config, config._attn_implementation_internal, 0))
+    _held[id(config)] = config, old, holders + 1
+
+
+def _release(config: Any) -> None:
+    _, old, holders = _held.pop(id(config))
+    if holders > 1:
+        _held[id(config)] = config, old, holders - 1
+    else:
+        config._attn_implementation_internal = old
 
 
 @contextlib.contextmanager
@@ -329,9 +383,11 @@ def attached(model: nn.Module, handler: Handler, *, patience: float = 60.0) -> I
 
 def _leave(model: nn.Module, state: _Attached, token: object, patience: float) -> None:
     with state.idle:
-        finished = state.idle.wait_for(lambda: state.in_flight == 0, timeout=patience)
+        finished = state.idle.wait_for(state.alone, timeout=patience)
         with _lock:
             crossed = state.stack[-1][0] is not token
+            for _, handler in (entry for entry in state.stack if entry[0] is token):
+                handler.left()
             state.stack = [entry for entry in state.stack if entry[0] is not token]
             if not state.stack:
                 state.switch_off()

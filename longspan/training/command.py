@@ -42,7 +42,7 @@ class TrainOptions:
     tokenizer: str | Path | None = None
     """A ``tokenizer.json``; None reads bytes."""
     steps: int = 300
-    batch: int = 16
+    batch: int = 8
     accumulate: int = 1
     lr: float = 2e-3
     warmup: int | None = None

@@ -1,12 +1,14 @@
 """What attention operators share: projections, the store of keys and values, who may see whom.
 
 An operator overrides `AttentionModule.mix` alone: it gets rotated queries, all stored keys and values, the visibility
-of keys, and the position bias. Everything about padding, packed documents, windows, chunks and single tokens is here.
+of keys, and the position bias. What else may differ is a method of its own: `project` (other channels, norms) and
+`output` (gates). Everything about padding, packed documents, windows, chunks and single tokens is here.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from jaxtyping import Bool, Float, Int, Real
@@ -26,7 +28,7 @@ class KVState(MixerState):
     k: Float[Tensor, "B Hkv S D"]
     v: Float[Tensor, "B Hkv S Dv"]
     places: Real[Tensor, "B *heads S"] | None = None
-    """Where keys stand; kept only for position schemes with a bias."""
+    """Where keys stand; kept only for position schemes with a bias and operators with `keeps_places`."""
     order: Int[Tensor, "B S"] | None = None
     """Index among the row's real tokens; kept only under a window."""
     valid: Bool[Tensor, "B S"] | None = None
@@ -123,6 +125,9 @@ class AttentionModule(MixerModule):
     Raises `Refused` when the query heads are not a multiple of the key heads.
     """
 
+    keeps_places: ClassVar[bool] = False
+    """Whether `mix` needs ``held.places`` even without a position bias; those of the queries are the last T."""
+
     def __init__(self, dim: int, n_heads: int, n_kv_heads: int, head_dim: int, window: int | None = None):
         super().__init__()
         if n_kv_heads < 1 or n_heads % n_kv_heads:
@@ -136,37 +141,39 @@ class AttentionModule(MixerModule):
     def mix(
         self,
         q: Float[Tensor, "B H T D"],
-        k: Float[Tensor, "B Hkv S D"],
-        v: Float[Tensor, "B Hkv S Dv"],
+        held: KVState,
         visible: Visible,
         bias: Float[Tensor, "#B #H T S"] | None,
     ) -> Float[Tensor, "B H T Dv"]:
-        """The attention outputs; a query that sees nothing gets 0."""
+        """The attention outputs over the keys and values `held`; a query that sees nothing gets 0."""
         raise NotImplementedError
+
+    def output(self, out: Float[Tensor, "B H T Dv"], x: Float[Tensor, "B T C"]) -> Float[Tensor, "B T C"]:
+        """Heads joined and projected; `x` is the layer's input, for gates."""
+        return self.o_proj(out.transpose(1, 2).flatten(2))
 
     def forward(
         self, x: Float[Tensor, "B T C"], ctx: Context, state: MixerState | None = None
     ) -> tuple[Float[Tensor, "B T C"], KVState]:
         assert state is None or isinstance(state, KVState)
         position, T = ctx.position, x.shape[1]
-        q, k, v = self.project(x)
+        q, k, v = self.project(x, ctx)
         if position.per_query_head and self.n_kv_heads != self.n_heads:
             k, v = (t.repeat_interleave(self.n_heads // self.n_kv_heads, 1) for t in (k, v))
         places = position.places(x, ctx)
         q, k = position.rotate(q, k, places)
         biased = "bias" in position.hooks
         order = ctx.order if self.window is not None else None
-        new = KVState(k, v, places if biased else None, order, ctx.valid, ctx.segments)
+        new = KVState(k, v, places if biased or self.keeps_places else None, order, ctx.valid, ctx.segments)
         held = new if state is None else state.extend(new)
         bias = position.bias(places, held.places) if biased and held.places is not None else None
-        out = self.mix(q, held.k, held.v, who_sees_whom(held, T, self.window), bias)
-        out = self.o_proj(out.transpose(1, 2).flatten(2))
+        out = self.output(self.mix(q, held, who_sees_whom(held, T, self.window), bias), x)
         if self.window is not None:
             assert ctx.after is not None
             held = held.newest(self.window, ctx.after.total)
         return out, held
 
-    def project(self, x: Float[Tensor, "B T C"]) -> tuple[Tensor, Tensor, Tensor]:
+    def project(self, x: Float[Tensor, "B T C"], ctx: Context) -> tuple[Tensor, Tensor, Tensor]:
         """Queries (B,H,T,D), keys and values (B,Hkv,T,D) of the tokens of this call."""
         B, T = x.shape[:2]
         shape = (B, T, -1, self.head_dim)

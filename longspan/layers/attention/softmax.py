@@ -12,7 +12,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from longspan.kernels import attend
-from longspan.layers.attention.base import AttentionModule, Visible, with_visibility
+from longspan.layers.attention.base import AttentionModule, KVState, Visible, with_visibility
 from longspan.layers.base import Mixer
 from longspan.registry import knob, method
 
@@ -23,17 +23,15 @@ class SoftmaxAttention(AttentionModule):
     def mix(
         self,
         q: Float[Tensor, "B H T D"],
-        k: Float[Tensor, "B Hkv S D"],
-        v: Float[Tensor, "B Hkv S Dv"],
+        held: KVState,
         visible: Visible,
         bias: Float[Tensor, "#B #H T S"] | None,
     ) -> Float[Tensor, "B H T Dv"]:
         if bias is None:
-            out, _ = attend(q, k, v, causal=visible.mask is None, mask=visible.mask, return_lse=False)
+            out, _ = attend(q, held.k, held.v, causal=visible.mask is None, mask=visible.mask, return_lse=False)
             return out
-        return F.scaled_dot_product_attention(
-            q, k, v, attn_mask=with_visibility(bias, visible, q.dtype), enable_gqa=q.shape[1] != k.shape[1]
-        )
+        mask, grouped = with_visibility(bias, visible, q.dtype), q.shape[1] != held.k.shape[1]
+        return F.scaled_dot_product_attention(q, held.k, held.v, attn_mask=mask, enable_gqa=grouped)
 
 
 @method("softmax", kind="mixer", paper="arXiv:1706.03762", summary="Grouped-query causal softmax attention.",
