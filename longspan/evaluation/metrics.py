@@ -12,7 +12,7 @@ import math
 import re
 import string
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from longspan.evaluation.words import listed
@@ -326,6 +326,19 @@ def parse_ranking(prediction: str) -> list[str]:
     """The longest run `id > id > …` of a prediction, as identifiers (HELMET's re-ranking)."""
     runs = re.findall(r"\w+(?:\s*>\s*\w+)+", prediction)
     return re.split(r"\s*>\s*", max(runs, key=lambda run: run.count(">"))) if runs else []
+
+
+def effective_length(scores: Mapping[int, float], threshold: float) -> int | None:
+    """The longest length up to which every score reaches `threshold`; None if the shortest doesn't.
+
+    RULER's threshold is .856 (Llama-2-7B at 4K), NoLiMa's .85 times the score at short lengths.
+    """
+    reached = None
+    for length in sorted(scores):
+        if scores[length] < threshold:
+            break
+        reached = length
+    return reached
 
 
 # ----------------------------------------------------------------------------------------------------------- perplexity

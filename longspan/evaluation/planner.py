@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from longspan.cache.amount import parse_amount
+from longspan.cache.cache import POSITION_BYTES
 from longspan.evaluation.runner import read_parquet
 from longspan.evaluation.statistics import summarise
 from longspan.recipe import Recipe
@@ -23,9 +24,6 @@ MEASURED = Path(__file__).parent / "measured.json"
 """Summary rows on the bundled model; made again by `make measure`."""
 SOLVABLE = 0.5
 """Least accuracy of the dense run for a task to say anything about a recipe."""
-POSITION_BYTES = 4
-"""Every entry of every head remembers its position once the cache is compressed."""
-
 
 @dataclass(frozen=True)
 class Shape:
@@ -43,9 +41,8 @@ class Shape:
         policy = recipe.cache
         if policy is None:
             return entries * context * dense + rows * self.layers * context * POSITION_BYTES
-        entry = policy.store.entry_bytes(self.head_dim, self.itemsize) if policy.store else dense
-        kept = parse_amount(policy.budget.budget).tokens(context, entry * entries)
-        return round(entries * kept * (entry + POSITION_BYTES))
+        entry = (policy.store.entry_bytes(self.head_dim, self.itemsize) if policy.store else dense) + POSITION_BYTES
+        return round(entries * policy.budget.amount.tokens(context, entry * entries) * entry)
 
 
 @dataclass(frozen=True)

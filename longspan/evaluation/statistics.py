@@ -209,7 +209,7 @@ def summarise(
 
     Keys: recipe, compress, task, length, n, accuracy, ci95 [lo, hi], answer_nll (mean nats per gold answer token),
     cache_bytes (right after compression) and full_cache_bytes (means over examples), ttft_s (median seconds),
-    tokens_per_s (all new tokens over all decoding seconds), achieved (mean of what every example reported).
+    tokens_per_s (over all decoding seconds), achieved (mean of what every example reported).
 
     Where the dense run is among the rows, every other recipe also has vs_full, from the examples that both have read
     (same task, length, index, seed and text): accuracy_difference, ci95, p_value, p_holm (corrected over the recipes
@@ -370,12 +370,12 @@ def _median(group: list[Row], key: str) -> float:
 
 
 def _speed(group: list[Row]) -> float:
-    """New tokens per second over the group, not the mean of ratios; that mean where the parts weren't stored."""
-    pairs = [(_number(row.get("new_tokens")), _number(row.get("decode_s"))) for row in group]
-    timed = [(tokens, seconds) for tokens, seconds in pairs if tokens > 0 and seconds > 0]
+    """Tokens of the whole group over its seconds of decoding, not the mean of ratios; that mean without seconds."""
+    pairs = [(_number(row.get("tokens_per_s")), _number(row.get("decode_s"))) for row in group]
+    timed = [(rate, seconds) for rate, seconds in pairs if rate >= 0 and seconds > 0]
     if not timed:
         return _mean(group, "tokens_per_s")
-    return sum(tokens for tokens, _ in timed) / sum(seconds for _, seconds in timed)
+    return sum(rate * seconds for rate, seconds in timed) / sum(seconds for _, seconds in timed)
 
 
 def _common(group: list[Row], key: str) -> Any:

@@ -82,10 +82,16 @@ def load_file(path: str) -> Text:
     file = Path(path).expanduser()
     if not file.is_file():
         raise Refused(f"{path!r}: no such file; expected a UTF-8 text file.")
+    found = file.stat()
+    return _read_file(file, found.st_mtime_ns, found.st_size)
+
+
+@functools.lru_cache(maxsize=4)
+def _read_file(file: Path, changed: int, size: int) -> Text:
     try:
         return make_text(file.name, str(file), file.read_text(encoding="utf-8"))
     except UnicodeDecodeError:
-        raise Refused(f"{path!r}: not UTF-8; expected a UTF-8 text file.") from None
+        raise Refused(f"{str(file)!r}: not UTF-8; expected a UTF-8 text file.") from None
 
 
 def _cut(sentence: str) -> list[str]:

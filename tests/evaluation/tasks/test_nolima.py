@@ -1,0 +1,38 @@
+import re
+
+import pytest
+from tiny_tokenizer import tiny_tokenizer
+
+from longspan.evaluation.tasks.nolima import PAIRS, NoLiMa
+
+FUNCTION_WORDS = {"a", "an", "the", "in", "of", "to", "at", "on", "for", "is", "has", "been", "and", "that", "which",
+                  "person", "can", "t", "doesn", "nor", "neither", "from", "once", "under"}
+
+
+@pytest.mark.parametrize("needle,question", PAIRS)
+def test_needle_and_question_share_no_content_word(needle, question):
+    first, second = (set(re.findall("[a-z]+", text.lower())) - FUNCTION_WORDS for text in (needle, question))
+    assert not first & second
+    assert needle.count("{name}") == 1
+
+
+def test_needle_occurs_once_and_the_name_nowhere_else():
+    for example in NoLiMa().examples(800, 6, 0, tiny_tokenizer()):
+        (start, end), = example.meta["spans"]
+        assert example.context[start:end] == example.meta["needle"]
+        assert len(re.findall(rf"\b{example.answers[0]}\b", example.context)) == 1
+        assert example.answers[0] not in example.question
+
+
+def test_distractor_stays_a_fifth_away():
+    for example in NoLiMa(distractor=True).examples(1200, 8, 0, tiny_tokenizer()):
+        (start, end), = example.meta["distractors"]
+        assert example.context[start:end].startswith("Nobody remembers which person")
+        assert abs(start / len(example.context) - example.meta["spans"][0][0] / len(example.context)) > 0.1
+
+
+def test_name_anywhere_in_the_answer_counts():
+    task = NoLiMa()
+    example, = task.examples(800, 1, 0, tiny_tokenizer())
+    assert task.metric(f"I think it is {example.answers[0]}!", example) == 1.0
+    assert task.metric("Nobody", example) == 0.0
