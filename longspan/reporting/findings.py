@@ -129,10 +129,11 @@ def provenance(rows: list[Row], meta: dict[str, Any] | None) -> list[tuple[str, 
     texts: dict[str, None] = {}
     for row in rows:
         if row.get("text_source"):
-            texts[f"{row['text_source']} ({row.get('text_hash') or 'no hash'})"] = None
+            digest = str(row.get("text_hash") or "no hash")
+            texts[f"{row['text_source']} ({digest if len(digest) <= 16 else digest[:12] + '…'})"] = None
     count = len({tuple(row.get(k) for k in ("task", "length", "index", "seed", "text_hash")) for row in rows})
     pairs = {
-        "Model": seen("model"), "Tasks": seen("task"), "Lengths asked": seen("length"),
+        "Model": seen("model"), "Number type": seen("dtype"), "Tasks": seen("task"), "Lengths asked": seen("length"),
         "Examples": f"{count:,} examples, {len(rows):,} runs", "Seeds": seen("seed"), "Compressed": seen("compress"),
         "Text (hash)": ", ".join(texts),
     }  # fmt: skip

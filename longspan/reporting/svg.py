@@ -169,7 +169,7 @@ def _axes(across: Scale, up: Scale, cost: Measure, gain: Measure, width: int, he
         f"{escape(ends)}</text>"
     )
     corner = "↖ better" if gain.rising else "↙ better"
-    out.append(f'<text class="soft" x="{LEFT + 6}" y="{TOP + 14 if gain.rising else bottom - 8}">{corner}</text>')
+    out.append(f'<text class="soft" x="{width - RIGHT}" y="28" text-anchor="end">{corner}</text>')
     return out
 
 
@@ -202,8 +202,7 @@ def _names(
         Box(min(a[0], b[0]) - 2, min(a[1], b[1]) - 2, max(a[0], b[0]) + 2, max(a[1], b[1]) + 2)
         for a, b in itertools.pairwise(steps)
     ]
-    corner = Box(LEFT, TOP, LEFT + 62, TOP + 20)
-    boxes = place(at, sizes, [*marks, *thin, corner], Box(LEFT + 2, TOP, width - RIGHT, height - BOTTOM - 2))
+    boxes = place(at, sizes, [*marks, *thin], Box(LEFT + 2, TOP, width - RIGHT, height - BOTTOM - 2))
     out = []
     for i, ((px, py), box, text) in enumerate(zip(at, boxes, texts)):
         qx, qy = min(max(px, box.left), box.right), min(max(py, box.top), box.bottom)
