@@ -13,6 +13,7 @@ recipe. Everything here decides by the kinds and capabilities on cards.
 from __future__ import annotations
 
 import contextlib
+import weakref
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
@@ -24,7 +25,8 @@ from torch import Tensor, nn
 from longspan import grammar
 from longspan.cache import Achieved, Budget, CachePolicy, RecipeCache, Rows, Schedule, Score, Store
 from longspan.grammar import Call, Part
-from longspan.models.hook import LayerCall, Prompt, attached, plain_attention
+from longspan.models.call import LayerCall, Prompt, plain_attention
+from longspan.models.hook import attached
 from longspan.registry import Method, Refused, card
 
 if TYPE_CHECKING:
@@ -111,7 +113,7 @@ class Recipe:
     @property
     def achieved(self) -> Achieved:
         """What the last cache made under this recipe holds."""
-        if self.last_run is None or self.last_run.cache is None:
+        if self.last_run is None:
             raise Refused("the recipe hasn't run yet; use it as `with recipe.on(model): model.generate(...)`.")
         return self.last_run.achieved
 
@@ -179,25 +181,26 @@ class Run:
         self.cache: RecipeCache | None = None
         self.pairs = PairCount()
         self.parts: Any = None
-        scores = [r.cache.score for r in recipes if r.cache is not None]
-        self.needs_hidden = any(s.card.can("hidden-states") for s in scores)
-        self._caches: list[RecipeCache] = []
+        self.needs_hidden = any(r.cache.score.can("hidden-states") for r in recipes if r.cache is not None)
+        self._caches: weakref.WeakSet[RecipeCache] = weakref.WeakSet()
+        self._last: Achieved | None = None
 
     # -- what the hook asks for
 
     def new_cache(self, prompt: Prompt | None) -> RecipeCache:
+        if self.parts is None:
+            raise RuntimeError("the recipe was left; make caches inside `with recipe.on(model):`.")
         rows = self._rows(prompt)
         windows = [self.parts.window(i) if self._stock(i, prompt) else None for i in range(self.parts.n_layers)]
         self.cache = RecipeCache(rows, self.parts.n_layers, windows, prompt)
-        self._caches.append(self.cache)
+        self._caches.add(self.cache)
         return self.cache
 
     def _rows(self, prompt: Prompt | None) -> list[Rows]:
         if len(self.recipes) == 1:
             return [Rows(self.recipes[0].cache)]
-        if prompt is None or prompt.ids is None or prompt.ids.shape[0] != len(self.recipes):
-            got = "unknown" if prompt is None or prompt.ids is None else str(prompt.ids.shape[0])
-            raise Refused(f"{len(self.recipes)} recipes were given for {got} rows; expected one recipe a row.")
+        if prompt is not None and prompt.ids is not None and prompt.ids.shape[0] != len(self.recipes):
+            raise Refused(f"{len(self.recipes)} recipes were given for {prompt.ids.shape[0]} rows; expected one recipe a row.")
         by_text: dict[str, list[int]] = {}
         for row, recipe in enumerate(self.recipes):
             by_text.setdefault(str(recipe.cache), []).append(row)
@@ -212,12 +215,12 @@ class Run:
         return not (everywhere and (prompt is None or prompt.length < window))
 
     def owns(self, cache: Any) -> bool:
-        return isinstance(cache, RecipeCache) and any(cache is c for c in self._caches)
+        return isinstance(cache, RecipeCache) and cache in self._caches
 
     def adopt(self, cache: RecipeCache) -> None:
         """Go on with a cache made in an earlier run of the same recipes."""
         cache.active = True
-        self._caches.append(cache)
+        self._caches.add(cache)
         self.cache = cache
 
     def attend(self, call: LayerCall) -> Float[Tensor, "B Hq T D"]:
@@ -243,16 +246,24 @@ class Run:
             return None
         x = ReadContext(q=q, k=k, v=v, scale=call.scale, layer=call.layer, n_layers=call.parts.n_layers, valid=valid)
         plan = selector.plan(x)
-        self.pairs.computed += float(plan.pairs)
-        self.pairs.causal += float(plan.pairs) / max(plan.density, 1e-12)
+        # A plan may speak for all rows and heads at once, so its share counts, not its own number of pairs.
+        rows, keys = q.shape[2], k.shape[2]
+        causal = q.shape[0] * q.shape[1] * (rows * (keys - rows) + rows * (rows + 1) / 2)
+        self.pairs.computed += plan.density * causal
+        self.pairs.causal += causal
         return block_sparse_attention(q, k, v, plan, scale=call.scale, valid=valid)
 
     def before_generate(self, arguments: dict[str, Any]) -> None:
         """Refuse what can't be carried, before anything runs."""
         refuse_arguments(arguments, compresses=any(r.cache is not None for r in self.recipes))
 
-    def after_forward(self, cache: Any) -> None:
-        return None
+    def left(self) -> None:
+        """Remember what was achieved, and let go of the caches: none may be used outside its recipe."""
+        if self.cache is not None:
+            self._last, self.cache = self.achieved, None
+        for cache in self._caches:
+            cache.active = False
+        self.parts = None
 
     # -- what users ask for
 
@@ -265,6 +276,8 @@ class Run:
 
     @property
     def achieved(self) -> Achieved:
+        if self._last is not None:
+            return self._last
         if self.cache is None:
             raise Refused("no cache was made in this run; call model.generate(...), or the model with use_cache=True.")
         return replace(self.cache.achieved(), density=self.pairs.density)
@@ -275,22 +288,28 @@ def refuse_arguments(arguments: dict[str, Any], *, compresses: bool) -> None:
     config = arguments.get("generation_config")
     read = lambda name: arguments.get(name, getattr(config, name, None))  # noqa: E731
     implementation = read("cache_implementation")
-    if implementation not in (None, "dynamic"):
+    if implementation not in (None, "dynamic", "hybrid"):  # transformers reads "hybrid", an old default, as unset
         raise Refused(f"cache_implementation={implementation!r} can't be combined with a recipe; leave it unset.")
     if read("output_attentions"):
         raise Refused("output_attentions=True can't be served while a recipe is on; attention is computed in parts.")
     if compresses and read("use_cache") is False:
         raise Refused("use_cache=False leaves nothing to compress; drop it, or use the recipe full.")
     ids = arguments.get("inputs", arguments.get("input_ids"))
-    if ids is not None and ids.shape[-1] == 0:
+    given = ids if arguments.get("inputs_embeds") is None else arguments["inputs_embeds"]
+    if given is not None and given.shape[1] == 0:
         raise Refused("the prompt is empty; expected at least one token.")
     mask = arguments.get("attention_mask")
     if mask is not None and mask.dim() == 2 and bool((mask.sum(1) == 0).any()):
         row = int((mask.sum(1) == 0).nonzero()[0])
         raise Refused(f"row {row} of the batch is padding only; expected at least one real token in every row.")
     cache = arguments.get("past_key_values", arguments.get("cache"))
-    if cache is not None and cache.get_seq_length() > 0 and read("prefill_chunk_size"):
+    read_before = 0 if cache is None else cache.get_seq_length()
+    if read_before and read("prefill_chunk_size"):
         raise Refused("prefill_chunk_size can't be combined with a cache that already holds tokens; leave it unset.")
+    columns = None if given is None else given.shape[1] if mask is None else mask.shape[-1]
+    if read_before and columns is not None and columns <= read_before:
+        raise Refused(f"the cache holds {read_before} tokens, but ids and attention mask tell of {columns} only; give all "
+                      "ids so far and the new ones, or the new ids with an attention mask that has a column for every token.")
 
 
 @contextlib.contextmanager
@@ -305,11 +324,7 @@ def per_row(recipes: Sequence[Recipe], model: nn.Module) -> Iterator[Run]:
             for transform in (*recipe.weights, *recipe.positions):
                 stack.enter_context(transform.on(model))  # type: ignore[attr-defined]
         run.parts = stack.enter_context(attached(model, run))
-        try:
-            yield run
-        finally:
-            for cache in run._caches:
-                cache.active = False
+        yield run
 
 
 __all__ = ["Achieved", "Recipe", "Run", "per_row"]

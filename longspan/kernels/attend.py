@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -37,7 +38,7 @@ def attend(
     mask: Bool[Tensor, "#B #Hq #T #S"] | None = None,
     softcap: float | None = None,
     return_lse: bool = True,
-) -> tuple[Float[Tensor, "B Hq T Dv"], Float[Tensor, "B Hq T"] | None]:
+) -> tuple[Float[Tensor, "B Hq T Dv"], Float[Tensor, "B Hq T"] | Any]:
     """Exact attention of `q` over one part of the keys, with the log-sum-exp that `merge` needs.
 
     `causal` is aligned at the bottom right: query row i stands at key slot S-T+i and sees the slots up to its own.
@@ -55,12 +56,12 @@ def attend(
     if not q.numel() or not S:
         return _nothing(q, v, return_lse)
     causal = causal and T > 1
-    if softcap is not None or not (_fused(q, k, v) if return_lse else True):
+    if softcap is None and not return_lse:
+        return _sdpa(q, k, v, scale, causal, mask), None
+    if softcap is not None or not _fused(q, k, v):
         return attend_reference(
             q, k, v, scale=scale, causal=causal, mask=mask, softcap=softcap, return_lse=return_lse
         )
-    if not return_lse:
-        return _sdpa(q, k, v, scale, causal, mask), None
     if causal and mask is not None:
         mask, causal = mask & causal_mask(T, S, q.device), False
     if causal and T != S:
@@ -78,7 +79,7 @@ def attend_reference(
     mask: Bool[Tensor, "#B #Hq #T #S"] | None = None,
     softcap: float | None = None,
     return_lse: bool = True,
-) -> tuple[Float[Tensor, "B Hq T Dv"], Float[Tensor, "B Hq T"] | None]:
+) -> tuple[Float[Tensor, "B Hq T Dv"], Float[Tensor, "B Hq T"] | Any]:
     """The definition of `attend`, in plain float32 (float64 for float64 inputs) and differentiable, lse included.
 
     Same arguments and results as `attend`. Long queries are read in chunks of rows, so that the score matrix stays
@@ -124,13 +125,21 @@ def merge(
     if len(parts) == 1:
         return parts[0]
     lses = torch.stack([lse.float() if lse.dtype != torch.float64 else lse for _, lse in parts])
-    lse = torch.logsumexp(lses, 0)
-    # Where everything is empty, lses - lse would be -inf + inf; against 0 the weights come out as exp(-inf) = 0.
-    weights = torch.exp(lses - lse.masked_fill(torch.isneginf(lse), 0.0))
+    weights, lse = softmax_and_lse(lses, 0)
     total = parts[0][0].to(weights.dtype) * weights[0].unsqueeze(-1)
     for (out, _), weight in zip(parts[1:], weights[1:], strict=True):
         total = torch.addcmul(total, out.to(weights.dtype), weight.unsqueeze(-1))
     return total.to(parts[0][0].dtype), lse
+
+
+def softmax_and_lse(x: Float[Tensor, "*n"], dim: int) -> tuple[Float[Tensor, "*n"], Float[Tensor, "*rest"]]:
+    """Softmax over `dim` and the log-sum-exp (without that axis); where all is -inf: 0 and -inf, gradients 0."""
+    top = x.detach().amax(dim, keepdim=True)
+    weights = torch.exp(x - top.masked_fill(torch.isneginf(top), 0.0))
+    total = weights.sum(dim, keepdim=True)
+    empty = total == 0
+    total = total.masked_fill(empty, 1.0)
+    return weights / total, (total.log() + top).masked_fill(empty, -math.inf).squeeze(dim)
 
 
 def causal_mask(
@@ -152,13 +161,11 @@ def _softmax_rows(
         scores = softcap * torch.tanh(scores / softcap)
     if see is not None:
         scores = scores.masked_fill(~see, -math.inf)
-    lse = torch.logsumexp(scores, -1)
-    # exp(scores - lse) is the softmax; where lse is -inf every score is, and exp(-inf - 0) gives the 0 we promise.
-    weights = torch.exp(scores - lse.masked_fill(torch.isneginf(lse), 0.0).unsqueeze(-1))
+    weights, lse = softmax_and_lse(scores, -1)
     return weights @ v, lse
 
 
-def _nothing(q: Tensor, v: Tensor, return_lse: bool) -> tuple[Tensor, Tensor | None]:
+def _nothing(q: Tensor, v: Tensor, return_lse: bool) -> tuple[Tensor, Any]:
     """No keys (or no queries): output 0, lse -inf."""
     out = q.new_zeros(*q.shape[:-1], v.shape[-1])
     return out, q.new_full(q.shape[:-1], -math.inf, dtype=_statistics_dtype(q)) if return_lse else None
@@ -218,7 +225,6 @@ def _own_and_past(q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor
         early, late = q[:, :, : T - S], q[:, :, T - S :]
         empty, none = _nothing(early, v, True)
         out, lse = _flash_cpu(late, k, v, scale, True, None)
-        assert none is not None
         return torch.cat((empty, out), 2), torch.cat((none, lse), 2)
     past = _flash_cpu(q, k[:, :, : S - T], v[:, :, : S - T], scale, False, None)
     return merge((past, _flash_cpu(q, k[:, :, S - T :], v[:, :, S - T :], scale, True, None)))

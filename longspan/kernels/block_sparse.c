@@ -130,7 +130,7 @@ INLINE void product(const int pairs, const uint32_t *a, long am, long ak, const 
         for (int n = 0; n < NV; n++) {
             bv[n] = load(b + n * LANES);
 #if defined(__AVX512F__)
-            __asm__("" : "+v"(bv[n])); /* stay in a register: loading it again for each r would cost as much as the sums */
+            __asm__("" : "+v"(bv[n])); /* stay in a register: loads for each r would cost as much as the sums */
 #endif
         }
 #pragma GCC unroll 16

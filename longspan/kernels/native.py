@@ -8,6 +8,7 @@ same cores stall each other. Whatever fails, the answer is None, one warning is 
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
 import hashlib
@@ -32,7 +33,7 @@ PROCESSORS = (("-march=native",), ("-mcpu=native",), ())
 TIMEOUT_S = 120
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def library(source: str) -> ctypes.CDLL | None:
     """The C file `source` of this folder, compiled and loaded; None where that can't be done.
 
@@ -113,7 +114,8 @@ def _build(source: Path, compiler: str, kept: Path) -> ctypes.CDLL:
                     problems.append(str(error))
                     continue
                 if folder.parent == kept.parent:
-                    os.replace(built, kept)
+                    with contextlib.suppress(OSError):  # loaded is loaded; the next process compiles again
+                        os.replace(built, kept)
                 return loaded
     finally:
         shutil.rmtree(folder, ignore_errors=True)

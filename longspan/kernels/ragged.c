@@ -24,7 +24,8 @@ typedef struct {
     int64_t q_b, q_h, q_t, out_b, out_h, out_t;
     const char *k, *v;                          // flat prefix (N,D); null without a prefix, as all up to `window`
     const int64_t *offsets, *rows;              // (prefix rows * Hkv + 1); prefix row of each batch row, or null
-    const int64_t *positions, *q_positions;     // (N), (B,T), or null; only read when window > 0
+    const int32_t *positions;                   // (N), or null; only read when window > 0, as the next
+    const int64_t *q_positions;                 // (B,T), or null
     int64_t k_n, v_n, prefix_rows, entries, window;
     const char *tail_k, *tail_v;                // (B,Hkv,capacity,D); null without a tail
     const uint8_t *tail_mask;                   // (B,tail_len), or null
@@ -162,15 +163,14 @@ static void mix(const State *s, const char *p, int64_t stride, int64_t n, int64_
 
 static void widen(float *to, const char *from, int64_t stride, int64_t n, const Call *c, int64_t padded) {
     for (int64_t j = 0; j < n; j++)
-        for (int64_t d = 0; d < padded; d++)
-            to[j * padded + d] = d < c->width ? load_one(from + (j * stride + d) * bytes_of(c->dtype), c->dtype) : 0;
+        load_row(to + j * padded, from + j * stride * bytes_of(c->dtype), c->width, padded, c->dtype);
 }
 
 static void begin(const Call *c, State *s, int64_t b, int64_t h) {
     for (int64_t r = 0; r < s->rows; r++) {
         int64_t g = r / c->steps, t = r % c->steps;
         const char *q = c->q + (b * c->q_b + (h * c->group + g) * c->q_h + t * c->q_t) * bytes_of(c->dtype);
-        widen(s->q + r * s->padded, q, 0, 1, c, s->padded);
+        load_row(s->q + r * s->padded, q, c->width, s->padded, c->dtype);
         if (c->dtype == BF16) memcpy(s->q_raw + r * s->padded, q, (size_t)c->width * 2);
         s->top[r] = -INFINITY;
         s->sum[r] = 0;
@@ -219,8 +219,7 @@ static void finish(const Call *c, const State *s, int64_t b, int64_t h) {
         int64_t g = r / c->steps, t = r % c->steps, head = h * c->group + g;
         float sum = s->sum[r], share = sum == 0 ? 0.0f : 1.0f / sum;
         char *out = c->out + (b * c->out_b + head * c->out_h + t * c->out_t) * bytes_of(c->dtype);
-        for (int64_t d = 0; d < c->width; d++)
-            store_one(out + d * bytes_of(c->dtype), s->acc[r * s->padded + d] * share, c->dtype);
+        store_row(out, s->acc + r * s->padded, share, c->width, c->dtype);
         if (c->lse)
             c->lse[(b * c->kv_heads * c->group + head) * c->steps + t] =
                 sum == 0 ? -INFINITY : (s->top[r] + log2f(sum)) * 0.693147181f;

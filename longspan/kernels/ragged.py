@@ -26,7 +26,7 @@ from torch import Tensor
 from longspan.kernels import native
 from longspan.kernels.attend import attend, merge
 
-Attend = Callable[..., tuple[Tensor, Tensor | None]]
+Attend = Callable[..., tuple[Tensor, Any]]
 Prefix = tuple[Tensor, Tensor, Tensor, Tensor | None]
 """k_flat (N,D), v_flat (N,D), offsets (prefix rows * Hkv + 1), row pointers (B) or None."""
 
@@ -41,24 +41,25 @@ PAGED_NUMBERS = 1 << 22
 
 _DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 _CALL = struct.Struct("@38q2d")  # struct Call of ragged.c, field by field
-_NO_PREFIX, _NO_TAIL = (0,) * 11, (0,) * 11
+_NO_PREFIX: tuple[int, ...] = (0,) * 11
+_NO_TAIL: tuple[int, ...] = (0,) * 11
 
 
 def attend_ragged(
     q: Float[Tensor, "B Hq T D"],
     k_flat: Float[Tensor, "N D"],
     v_flat: Float[Tensor, "N D"],
-    offsets: Int[Tensor, "offsets"],
+    offsets: Int[Tensor, " offsets"],
     *,
     scale: float | None = None,
     softcap: float | None = None,
-    rows: Int[Tensor, "B"] | None = None,
+    rows: Int[Tensor, " B"] | None = None,
     kv_heads: int | None = None,
-    positions: Int[Tensor, "N"] | None = None,
+    positions: Int[Tensor, " N"] | None = None,
     q_positions: Int[Tensor, "B T"] | None = None,
     window: int | None = None,
     return_lse: bool = True,
-) -> tuple[Float[Tensor, "B Hq T D"], Float[Tensor, "B Hq T"] | None]:
+) -> tuple[Float[Tensor, "B Hq T D"], Float[Tensor, "B Hq T"] | Any]:
     """Attention of every query to all entries of its segment of a ragged prefix.
 
     Segment r*Hkv + h, the entries offsets[r*Hkv + h] up to the next offset, holds key head h of prefix row r; batch
@@ -98,7 +99,7 @@ def decode_attend(
     *,
     softcap: float | None = None,
     return_lse: bool = False,
-) -> tuple[Float[Tensor, "B Hq T D"], Float[Tensor, "B Hq T"] | None]:
+) -> tuple[Float[Tensor, "B Hq T D"], Float[Tensor, "B Hq T"] | Any]:
     """One decode step: attention to a ragged `prefix` (or none) and to the first `tail_len` slots of a dense buffer.
 
     The T queries (1, or a few drafted ones) are the newest T tokens of the tail and see it causally: query t sees
@@ -135,8 +136,7 @@ def decode_attend(
     if k_flat is None or v_flat is None or offsets is None:
         return tail[0], tail[1] if return_lse else None
     past = attend_ragged(q, k_flat, v_flat, offsets, scale=scale, softcap=softcap, rows=rows, kv_heads=kv_heads)
-    assert past[1] is not None and tail[1] is not None
-    out, lse = merge([(past[0], past[1]), (tail[0], tail[1])])
+    out, lse = merge((past, tail))
     return out, lse if return_lse else None
 
 
@@ -193,7 +193,9 @@ class Ragged(NamedTuple):
             or self.q_positions.shape != (q.shape[0], q.shape[2])
             or self.window < 1
         ):
-            raise ValueError(f"window={self.window} needs positions ({k.shape[0]}) and q_positions {tuple(q.shape[::2])}")
+            raise ValueError(
+                f"window={self.window} needs positions ({k.shape[0]}) and q_positions {(q.shape[0], q.shape[2])}"
+            )
 
     def check_offsets(self) -> None:
         """Raise ValueError where an offset or a row pointer leads outside the prefix (the C kernel looks itself)."""
@@ -212,7 +214,7 @@ class Ragged(NamedTuple):
         rows = torch.arange(self.q.shape[0], device=device) if self.rows is None else self.rows
         return rows[:, None] * self.kv_heads + torch.arange(self.kv_heads, device=device)
 
-    def visible(self, entries: Int[Tensor, "*n"], row: Int[Tensor, "*n"]) -> Bool[Tensor, "T *n"] | None:
+    def visible(self, entries: Int[Tensor, "*n"], row: Int[Tensor, "*n"]) -> Bool[Tensor, "T ..."] | None:
         """Which entries of the prefix the T queries of batch rows `row` see through the window; None: all."""
         if self.window is None:
             return None
@@ -288,7 +290,6 @@ def _read_pages(ragged: Ragged, queries: Tensor, pair: Tensor, begin: Tensor, en
         queries[pair][:, None], k[slots][:, None], v[slots][:, None],
         scale=ragged.scale, causal=False, mask=see[:, None], softcap=ragged.softcap,
     )  # fmt: skip
-    assert lse is not None
     return out[:, 0], lse[:, 0]
 
 
@@ -300,7 +301,9 @@ def _merge_pages(out: Tensor, lse: Tensor, pair: Tensor, pairs: int) -> tuple[Te
     weight = torch.exp(lse - top[pair])
     total = lse.new_zeros(pairs, lse.shape[1]).index_add(0, pair, weight)
     mixed = lse.new_zeros(pairs, *out.shape[1:]).index_add(0, pair, out.to(lse.dtype) * weight.unsqueeze(-1))
-    return mixed / total.masked_fill(total == 0, 1.0).unsqueeze(-1), total.log() + top
+    empty = total == 0
+    total = total.masked_fill(empty, 1.0)
+    return mixed / total.unsqueeze(-1), (total.log() + top).masked_fill(empty, -math.inf)
 
 
 # ------------------------------------------------------------------------------------------------------ version in C
@@ -317,20 +320,20 @@ def _kernel() -> Callable[[bytes], int] | None:
 
 
 def _kernel_for(ragged: Ragged, *tail: Tensor) -> Callable[[bytes], int] | None:
-    """The C kernel where it applies: CPU, few query rows, no gradient wanted."""
+    """The C kernel where it applies: CPU, few query rows, no gradient wanted, not inside torch.compile."""
     q = ragged.q
     rows = q.shape[1] // ragged.kv_heads * q.shape[2]
     if not q.is_cpu or q.dtype not in _DTYPES or not 0 < rows <= NATIVE_ROWS or ragged.scale <= 0:
         return None
     if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (*ragged[:3], *tail)):
         return None
-    return _kernel()
+    return None if torch.compiler.is_compiling() else _kernel()
 
 
 def _call(
     kernel: Callable[[bytes], int], ragged: Ragged, tail: tuple[Tensor, Tensor, int, Tensor | None] | None,
     return_lse: bool,
-) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+) -> tuple[Tensor, Any]:  # fmt: skip
     """Hand the arguments to `longspan_ragged_attend`, written to cost a few microseconds.
 
     Every name used below keeps its tensor alive during the call.
@@ -346,7 +349,7 @@ def _call(
         v, v_strides = _gapless(v)
         offsets, rows = offsets.contiguous(), None if rows is None else rows.contiguous()
         if window is not None and positions is not None and q_positions is not None:
-            positions, q_positions = positions.long().contiguous(), q_positions.long().contiguous()
+            positions, q_positions = positions.int().contiguous(), q_positions.long().contiguous()
         prefix_fields = (
             k.data_ptr(), v.data_ptr(), offsets.data_ptr(), _pointer(rows), _pointer(positions),
             _pointer(q_positions), k_strides[0], v_strides[0], (offsets.shape[0] - 1) // kv_heads, k.shape[0],

@@ -60,7 +60,7 @@ static inline float load_one(const char *p, int64_t dtype) {
     return dtype == BF16 ? ((vec)(widen_bits(h) << 16))[0] : half_to_float(h)[0];
 }
 
-static inline uint16_t float_to_half(float x) {        // round to nearest even, denormals and infinities included
+static inline uint16_t float_to_half(float x) {  // round to nearest even, denormals and infinities included
     uint32_t bits, sign;
     memcpy(&bits, &x, 4);
     sign = bits >> 16 & 0x8000;
@@ -82,6 +82,38 @@ static inline void store_one(char *p, float x, int64_t dtype) {
     else if (dtype == F16) *(uint16_t *)p = float_to_half(x);
     else if (x != x) *(uint16_t *)p = 0x7fc0;
     else *(uint16_t *)p = (uint16_t)((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
+}
+
+TEMPLATE void store(char *p, vec x, int64_t dtype) {
+    if (dtype == F32) {
+        *(loose_vec *)p = x;
+    } else if (dtype == BF16) {
+        uvec bits = (uvec)x, nan = (uvec)(x != x);
+        bits = (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
+        *(loose_hvec *)p = __builtin_convertvector((bits & ~nan) | (0x7fc0 & nan), hvec);
+    } else {
+#if defined(__AVX512F__)
+        *(loose_hvec *)p = (hvec)_mm512_cvtps_ph((__m512)x, _MM_FROUND_TO_NEAREST_INT);
+#else
+        for (int i = 0; i < LANES; i++) *(uint16_t *)(p + 2 * i) = float_to_half(x[i]);
+#endif
+    }
+}
+
+// A row of n numbers as floats, with zeros up to `padded` (a multiple of LANES), and back.
+static inline void load_row(float *to, const char *from, int64_t n, int64_t padded, int64_t dtype) {
+    int64_t i = 0;
+    for (; i + LANES <= n; i += LANES) {
+        const char *p = from + i * bytes_of(dtype);
+        *(loose_vec *)(to + i) = dtype == F32 ? load(p, F32) : dtype == BF16 ? load(p, BF16) : load(p, F16);
+    }
+    for (; i < padded; i++) to[i] = i < n ? load_one(from + i * bytes_of(dtype), dtype) : 0;
+}
+
+static inline void store_row(char *to, const float *from, float factor, int64_t n, int64_t dtype) {
+    int64_t i = 0;
+    for (; i + LANES <= n; i += LANES) store(to + i * bytes_of(dtype), *(const loose_vec *)(from + i) * factor, dtype);
+    for (; i < n; i++) store_one(to + i * bytes_of(dtype), from[i] * factor, dtype);
 }
 
 // Lane j of the result is the sum over the lanes of x[j].
