@@ -6,9 +6,9 @@
 
 *Entries kept*: both packages read the same tokens with the same weights in float32. Per layer and KV head the two
 sets of kept positions must be equal; where they are not, the entries that changed places must be tied, in both
-packages' scores, within `TIE`. *Time*: reading a prompt, compressing and writing 64 tokens, in processes that take
-turns, with the same PyTorch and threads, and beside it each environment's time for dense attention without either
-package. Run it alone on the machine.
+packages' scores, within `TIE`. KNorm does tie: in the first layer a token's key has the same norm wherever it stands.
+*Time*: reading a prompt, compressing and writing 64 tokens, in processes that take turns, with the same PyTorch and
+threads, and beside it each environment's time for dense attention without either package. Run it alone on the machine.
 """
 
 from __future__ import annotations
@@ -56,26 +56,35 @@ class NoPeer(RuntimeError):
 
 
 def setup(folder: Path = ENVIRONMENT) -> Path:
-    """The peer environment's Python; makes the environment unless it is there.
+    """The peer environment's Python, with the same PyTorch as here; makes the environment unless it is there.
 
     Raises:
         NoPeer: the packages can't be installed.
     """
-    own = version("torch").split("+")[0]
-    wanted = [f"torch=={own}", *KVPRESS]
-    python, stamp = folder / "bin" / "python", folder / ".installed"
-    if stamp.is_file() and stamp.read_text(encoding="utf-8") == "\n".join(wanted) and python.exists():
+    own = version("torch")
+    wanted = [f"torch=={own.split('+')[0]}", *KVPRESS]
+    python, stamp, made = folder / "bin" / "python", folder / ".installed", "\n".join([own, *KVPRESS])
+    if stamp.is_file() and stamp.read_text(encoding="utf-8") == made and python.exists():
         return python
     pip = [str(python), "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
     for command in ([sys.executable, "-m", "venv", str(folder)], [*pip, wanted[0]], [*pip, *wanted]):
-        try:
-            done = subprocess.run(command, capture_output=True, text=True, timeout=1200)
-        except (OSError, subprocess.TimeoutExpired) as error:
-            raise NoPeer(f"{' '.join(command[1:])}: {error}") from error
-        if done.returncode:
-            raise NoPeer(f"{' '.join(command[1:])}: {(done.stderr.strip().splitlines() or ['failed'])[-1]}")
-    stamp.write_text("\n".join(wanted), encoding="utf-8")
+        _do(command)
+    theirs = _do([str(python), "-c", "from importlib.metadata import version; print(version('torch'))"])
+    if theirs != own:
+        raise NoPeer(f"PyTorch is {own} here and {theirs} in {folder.name}; times of different builds say nothing.")
+    stamp.write_text(made, encoding="utf-8")
     return python
+
+
+def _do(command: list[str]) -> str:
+    """Run a command of the set-up; what it printed."""
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=1200)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise NoPeer(f"{' '.join(command[1:])}: {error}") from error
+    if done.returncode:
+        raise NoPeer(f"{' '.join(command[1:])}: {(done.stderr.strip().splitlines() or ['failed'])[-1]}")
+    return done.stdout.strip()
 
 
 # ------------------------------------------------------------------------------------------------- running both sides
@@ -98,11 +107,7 @@ def start_side(script: str, python: Path, job: dict[str, Any], out: Path) -> dic
 def both_sides(job: dict[str, Any], python: Path, out: Path) -> tuple[dict[str, Any], dict[str, Any]]:
     """The same job in longspan's environment, then in kvpress's."""
     ours = start_side("longspan_side.py", Path(sys.executable), job, out / "ours")
-    theirs = start_side("kvpress_side.py", python, job, out / "theirs")
-    if ours["versions"]["torch"] != theirs["versions"]["torch"]:
-        raise RuntimeError(f"the environments differ in PyTorch: {ours['versions']['torch']} here, "
-                           f"{theirs['versions']['torch']} there; remove {ENVIRONMENT.name} and run --setup again.")
-    return ours, theirs
+    return ours, start_side("kvpress_side.py", python, job, out / "theirs")
 
 
 def prompts(lengths: Iterable[int]) -> tuple[dict[str, list[int]], dict[str, str]]:

@@ -25,6 +25,9 @@ _TOKEN = re.compile(r"""
     | (?P<name>[A-Za-z_][A-Za-z0-9_]*(?:-[A-Za-z0-9_]+)*)
     | (?P<mark>[()@+=,])
     )""", re.VERBOSE)
+MAX_DEPTH = 16
+"""Methods inside methods; far more than any recipe needs, far less than Python's stack."""
+MAX_LENGTH = 4096
 _WORDS = {"True": True, "False": False, "None": None, "true": True, "false": False, "none": None}
 
 
@@ -64,6 +67,8 @@ class _Reader:
     """Recursive descent over the tokens of one recipe."""
 
     def __init__(self, text: str) -> None:
+        if len(text) > MAX_LENGTH:
+            raise Refused(f"the recipe has {len(text)} characters; expected at most {MAX_LENGTH}.")
         self.text = text
         self.tokens: list[tuple[str, str, int]] = []
         at = 0
@@ -78,7 +83,7 @@ class _Reader:
             at = match.end()
         if not self.tokens:
             raise Refused("the recipe is empty; expected a name such as full or snapkv(budget=0.2).")
-        self.at = 0
+        self.at = self.depth = 0
 
     def peek(self) -> tuple[str, str, int]:
         return self.tokens[self.at] if self.at < len(self.tokens) else ("end", "the end", len(self.text))
@@ -108,6 +113,9 @@ class _Reader:
         self.at += 1
         if not self.take("("):
             return Call(name, {}, bare=True)
+        self.depth += 1
+        if self.depth > MAX_DEPTH:
+            raise self.fail(f"at most {MAX_DEPTH} methods inside one another")
         settings: dict[str, Any] = {}
         while not self.take(")"):
             if settings and not self.take(","):
@@ -121,13 +129,15 @@ class _Reader:
             if knob in settings:
                 raise Refused(f"recipe {self.text!r}: {knob}= is given twice in {name}(…); expected it once.")
             settings[knob] = self.value()
+        self.depth -= 1
         return Call(name, settings)
 
     def value(self) -> Any:
         kind, word, _ = self.peek()
         if kind == "number":
             self.at += 1
-            return int(word) if re.fullmatch(r"[-+]?\d+", word) else float(word)
+            # Python reads whole numbers of any length only up to a limit; no knob takes one that long.
+            return int(word) if re.fullmatch(r"[-+]?\d{1,100}", word) else float(word)
         if kind == "text":
             self.at += 1
             return word[1:-1]

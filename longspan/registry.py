@@ -18,6 +18,7 @@ from __future__ import annotations
 import ast
 import dataclasses
 import difflib
+import hashlib
 import importlib
 import importlib.util
 import json
@@ -203,7 +204,10 @@ class Method:
 
 
 def _literal(value: Any) -> str:
-    return json.dumps(value) if isinstance(value, str) else repr(value)
+    """A knob's value as the grammar reads it back: quoted text knows no escapes."""
+    if not isinstance(value, str):
+        return repr(value)
+    return f"'{value}'" if '"' in value else f'"{value}"'
 
 
 T = TypeVar("T", bound=type)
@@ -250,7 +254,9 @@ def _knobs(cls: type) -> Iterable[Knob]:
         default = field.default if field.default is not dataclasses.MISSING else (
             field.default_factory() if field.default_factory is not dataclasses.MISSING else None)
         meta = dict(field.metadata)
-        yield Knob(name=field.name, type=str(field.type), help=meta.pop("help", ""),
+        # A file without `from __future__ import annotations` gives types as classes.
+        type_ = field.type.__name__ if isinstance(field.type, type) else str(field.type)
+        yield Knob(name=field.name, type=type_, help=meta.pop("help", ""),
                    default=str(default) if isinstance(default, Method) else default, **meta)
 
 
@@ -275,7 +281,11 @@ def card(name: str) -> Card:
 def get(name: str) -> type[Method]:
     """The class of the method called `name`, imported now if it has to be."""
     if name not in _methods:
-        importlib.import_module(card(name).module)
+        module = card(name).module
+        importlib.import_module(module)
+        if name not in _methods:
+            raise Refused(f"method {name!r} is no longer in {module}; expected an index that matches the source, "
+                          "made by `python -m longspan.registry`.")
     return _methods[name]
 
 
@@ -284,8 +294,9 @@ def load_file(path: str | Path) -> list[Card]:
     file = Path(path)
     if not file.is_file():
         raise Refused(f"--load {str(path)!r}: no such file; expected a Python file that registers a method.")
-    before = set(_methods)
-    name = f"longspan_loaded_{file.stem}"
+    before = dict(_methods)
+    # Two files of one name in different folders are two modules.
+    name = f"longspan_loaded_{file.stem}_{hashlib.sha256(str(file.resolve()).encode()).hexdigest()[:8]}"
     if name not in sys.modules:
         spec = importlib.util.spec_from_file_location(name, file)
         if spec is None or spec.loader is None:
@@ -296,8 +307,11 @@ def load_file(path: str | Path) -> list[Card]:
             spec.loader.exec_module(module)
         except BaseException:
             del sys.modules[name]
+            _methods.clear()
+            _methods.update(before)
             raise
-        if set(_methods) == before:
+        if _methods.keys() == before.keys():
+            del sys.modules[name]
             raise Refused(f"--load {str(path)!r}: the file registers no method; decorate a class with longspan.method.")
     return [c.card for c in _methods.values() if c.card.module == name]
 

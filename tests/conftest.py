@@ -1,6 +1,28 @@
-"""Lets every test import the helpers beside this file (``import tiny_models``)."""
+"""Lets every test import the helpers beside this file (``import tiny_models``), and takes methods of one's own in.
+
+``pytest --load=my_score.py tests/cache`` registers the methods of a file before tests are collected, so that the grids,
+which read method cards, run on them too.
+"""
 
 import sys
 from pathlib import Path
 
+import pytest
+
 sys.path.insert(0, str(Path(__file__).parent))
+
+
+def pytest_addoption(parser):
+    parser.addoption(
+        "--load", action="append", default=[], metavar="FILE", help="register the methods of a Python file"
+    )
+
+
+def pytest_configure(config):
+    from longspan.registry import Refused, load_file
+
+    for file in config.getoption("--load"):
+        try:
+            load_file(file)
+        except Refused as refusal:
+            raise pytest.UsageError(str(refusal)) from None

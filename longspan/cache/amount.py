@@ -42,14 +42,14 @@ def parse_amount(value: float | int | str) -> Amount:
     if isinstance(value, (int, float)) and not isinstance(value, bool):
         if 0 < value <= 1:
             return Amount(float(value), "fraction")
-        near = f'"{int(value)} tokens"' if value > 1 else "0.2"
+        near = f'"{int(value)} tokens"' if 1 < value < 2**31 else "0.2"
         raise Refused(f"budget={value!r}: {expected}; a fraction lies in (0, 1], did you mean {near}?")
     match = re.fullmatch(r"\s*([0-9]*\.?[0-9]+)\s*([A-Za-z]*)\s*", value) if isinstance(value, str) else None
     if match is None:
         raise Refused(f"budget={value!r}: {expected}.")
     number, unit = float(match[1]), match[2].lower()
-    if number <= 0:
-        raise Refused(f"budget={value!r}: the amount must be positive; {expected}.")
+    if not 0 < number < 2**63:
+        raise Refused(f"budget={value!r}: the amount must be positive and no larger than any memory; {expected}.")
     if unit in ("token", "tokens"):
         if number != int(number):
             raise Refused(f'budget={value!r}: tokens come whole; did you mean "{max(1, round(number))} tokens"?')

@@ -8,7 +8,7 @@ tokens that happens. Each of the four is a method of its own, and every pair wor
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
 import torch
@@ -53,6 +53,8 @@ class LayerContext:
     """Entries per head that the policy may keep on average; set while it plans."""
     protected: int = 0
     """Entries per head that the policy's score always keeps; set while it plans."""
+    early: bool = False
+    """More of the prompt follows: a row whose budget is still smaller than what is protected waits."""
 
     @property
     def group(self) -> int:
@@ -100,6 +102,8 @@ class KeepPlan:
     """Which entries stay."""
 
     mask: Bool[Tensor, "B H S"]
+    shift: Int[Tensor, "B H S"] | None = None
+    """Positions by which the kept keys are turned from now on; None: none."""
 
     @functools.cached_property
     def counts(self) -> Int[Tensor, "B H"]:
@@ -120,6 +124,11 @@ class Score(Method):
     default_budget: ClassVar[float | str] = 0.2
     """What is kept when the recipe names no budget."""
 
+    def can(self, capability: str) -> bool:
+        """Whether this score, or one that it wraps, declares `capability`."""
+        inner = (getattr(self, knob.name) for knob in self.card.knobs if knob.kind == "score")
+        return self.card.can(capability) or any(score.can(capability) for score in inner)
+
     def window_rows(self) -> int:
         """Newest query rows this score reads (0: none)."""
         return 0
@@ -137,6 +146,10 @@ class Score(Method):
     def protected(self, x: LayerContext) -> int:
         """Entries per head that this score always keeps; a smaller budget is refused."""
         return 0
+
+    def moves(self, x: LayerContext, keep: Bool[Tensor, "B H S"]) -> Int[Tensor, "B H S"] | None:
+        """Positions by which the keys of the entries in `keep` are turned; None, as nearly always: they stay."""
+        return None
 
 
 @dataclass(frozen=True)
@@ -246,24 +259,29 @@ class CachePolicy:
         Raises:
             Refused: the budget is smaller than what the score always keeps, or a score is NaN.
         """
-        lengths = x.seen
-        if self.score.window_rows() >= int(lengths.min()) and self.score.window_rows() > 0:
-            short = lengths <= self.score.window_rows()
-        else:
-            short = torch.zeros_like(lengths, dtype=torch.bool)
+        rows, protected = self.score.window_rows(), self.score.protected(x)
         budget = self.budget.tokens(x)
-        keep_all = short | (budget >= lengths)
+        # Nothing to choose from: the window or what is protected covers the row, or the budget does.
+        keep_all = (x.seen <= max(rows, protected, 1)) | (budget >= x.seen)
+        if x.early:
+            keep_all |= budget < max(protected, 1)
         if bool(keep_all.all()):
             return KeepPlan(x.valid.clone())
         self._check_budget(budget, keep_all, x)
-        x.budget, x.protected = budget, self.score.protected(x)
+        if x.q.shape[2] > rows:  # a batch may carry several policies, and the widest window was kept
+            hidden = None if x.hidden is None else x.hidden[:, x.q.shape[2] - rows :]
+            first = x.q.shape[2] - rows
+            x = replace(x, q=x.q[:, :, first:], q_valid=x.q_valid[:, first:], q_positions=x.q_positions[:, first:],
+                        hidden=hidden)
+        x.budget, x.protected = budget, protected
         scores = self.score.score(x).float()
         if scores.shape != x.valid.shape:
             raise ValueError(f"{self.score.card.name} gave scores {tuple(scores.shape)} for entries {tuple(x.valid.shape)}")
         if bool(torch.isnan(scores[x.valid]).any()):
             raise Refused(f"{self.score.card.name} gave NaN in layer {x.layer}; the model's keys or queries hold NaN.")
         mask = self.budget.keep(scores.masked_fill(~x.valid, -torch.inf), x)
-        return KeepPlan(torch.where(keep_all[:, None, None], x.valid, mask & x.valid))
+        mask = torch.where(keep_all[:, None, None], x.valid, mask & x.valid)
+        return KeepPlan(mask, self.score.moves(x, mask))
 
     def _check_budget(self, budget: Tensor, keep_all: Tensor, x: LayerContext) -> None:
         need = self.score.protected(x)

@@ -17,7 +17,8 @@ from longspan.kernels import attend, decode_attend
 from longspan.registry import Refused
 
 SLACK = 256
-"""Entries a buffer reserves when it grows, so that decoding copies it once in that many tokens."""
+"""Most entries a buffer reserves when it grows, so that decoding copies it once in that many tokens."""
+LEAST_SLACK = 16
 
 
 @dataclass
@@ -28,6 +29,14 @@ class View:
     v: Float[Tensor, "B H S D"]
     valid: Bool[Tensor, "B H S"]
     positions: Int[Tensor, "B H S"]
+
+
+def kept_last(mask: Bool[Tensor, "B H S"], longest: int) -> Int[Tensor, "B H m"]:
+    """Columns of the kept entries in their order, `longest` per head; dead columns stand before those of shorter heads.
+
+    So padded heads look like left-padded text: what is next to each other was kept next to each other.
+    """
+    return mask.to(torch.int8).argsort(dim=-1, stable=True)[..., mask.shape[-1] - longest :]
 
 
 class Buffer:
@@ -77,7 +86,11 @@ class Buffer:
             self.k, self.v = _own(k), _own(v)
         else:
             if need > self.k.shape[2]:
-                self.k, self.v = (_grown(old, self.length, need + SLACK) for old in (self.k, self.v))
+                capacity = need + min(SLACK, max(LEAST_SLACK, need // 4))
+                self.k, self.v = (_grown(old, self.length, capacity) for old in (self.k, self.v))
+            elif self.k.is_inference() and not torch.is_inference_mode_enabled():
+                # What inference mode made can't be written into outside of it.
+                self.k, self.v = self.k.clone(), self.v.clone()
             self.k[:, :, self.length : need] = k
             self.v[:, :, self.length : need] = v
         self.length = need
@@ -173,12 +186,16 @@ class LayerStore(ABC):
         """Everything held, for scoring."""
 
     @abstractmethod
-    def keep(self, mask: Bool[Tensor, "B H S"]) -> None:
-        """Hold only the marked entries of `view`; the others' memory is freed."""
+    def keep(self, mask: Bool[Tensor, "B H S"], keys: Float[Tensor, "B H S D"] | None = None) -> None:
+        """Hold only the marked entries of `view`, with other keys if given; the rest of the memory is freed."""
 
     @abstractmethod
     def lengths(self) -> Int[Tensor, "B H"]:
         """Real entries held per row and head."""
+
+    def width(self) -> int:
+        """Columns of `view`."""
+        return self.tail.length
 
     @abstractmethod
     def tensors(self) -> dict[str, Tensor]:
@@ -221,7 +238,7 @@ def attend_buffer(buffer: Buffer, q: Tensor, positions: Tensor, scale: float, wi
     if valid is not None and T > 1 and T == buffer.length and window is None:
         return _attend_rows(buffer, q, scale, softcap)
     mask = None if valid is None else valid[:, :, None]
-    if window is not None and buffer.length > window:
+    if window is not None:
         near = positions[:, None, :, None] - buffer.all_positions()[:, :, None, :] < window
         mask = near if mask is None else near & mask
     return attend(q, k, v, scale=scale, causal=True, mask=mask, softcap=softcap, return_lse=return_lse)

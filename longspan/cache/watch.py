@@ -10,16 +10,20 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+Rows = tuple[Float[Tensor, "B Hq w D"], Int[Tensor, "B w"], Bool[Tensor, "B w"], Float[Tensor, "B w C"] | None]
+"""Queries, positions, which are real, and the layer's input where a score asks for it."""
+
 
 class QueryWindow:
-    """At most `rows` query rows of one layer, (B,Hq,w,D), in ascending position."""
+    """At most `rows` query rows of one layer, in ascending position."""
 
     def __init__(self, rows: int) -> None:
         self.rows = rows
-        self._q: Float[Tensor, "B Hq w D"] | None = None
-        self._positions: Int[Tensor, "B w"] | None = None
-        self._valid: Bool[Tensor, "B w"] | None = None
-        self.hidden: Float[Tensor, "B w C"] | None = None
+        self._held: Rows | None = None
+
+    def held(self) -> Rows | None:
+        """The rows kept, or None."""
+        return self._held
 
     def see(self, q: Tensor, positions: Tensor, valid: Tensor | None, hidden: Tensor | None = None) -> None:
         """Take in new rows; the oldest leave."""
@@ -27,41 +31,38 @@ class QueryWindow:
             return
         if valid is None:
             valid = torch.ones(q.shape[0], q.shape[2], dtype=torch.bool, device=q.device)
-        q, positions, valid = q[:, :, -self.rows :], positions[:, -self.rows :], valid[:, -self.rows :]
-        hidden = None if hidden is None else hidden[:, -self.rows :]
-        if self._q is None or q.shape[2] == self.rows:
-            # A copy: a slice would keep the whole call's queries alive.
-            self._q, self._positions, self._valid = q.clone(), positions.clone(), valid.clone()
-            self.hidden = None if hidden is None else hidden.clone()
+        new = (q[:, :, -self.rows :], positions[:, -self.rows :], valid[:, -self.rows :],
+               None if hidden is None else hidden[:, -self.rows :])
+        old = self._held
+        if old is None or new[0].shape[2] == self.rows:
+            # Copies: a slice would keep the whole call's queries alive.
+            self._held = (new[0].clone(), new[1].clone(), new[2].clone(), None if new[3] is None else new[3].clone())
             return
-        assert self._positions is not None and self._valid is not None
-        self._q = torch.cat([self._q, q], 2)[:, :, -self.rows :]
-        self._positions = torch.cat([self._positions, positions], 1)[:, -self.rows :]
-        self._valid = torch.cat([self._valid, valid], 1)[:, -self.rows :]
-        if hidden is not None and self.hidden is not None:
-            self.hidden = torch.cat([self.hidden, hidden], 1)[:, -self.rows :]
-
-    def q(self, like: Tensor) -> Float[Tensor, "B Hq w D"]:
-        """The rows kept; none of the shape of `like` (B,Hq,T,D) if none are."""
-        return like[:, :, :0] if self._q is None else self._q
-
-    def positions(self, like: Tensor) -> Int[Tensor, "B w"]:
-        return like[:, :0] if self._positions is None else self._positions
-
-    @property
-    def valid(self) -> Bool[Tensor, "B w"] | None:
-        return self._valid
+        # Only the older rows that stay are joined, so that nothing holds more than the window.
+        stay = max(0, self.rows - new[0].shape[2])
+        keep = slice(max(0, old[0].shape[2] - stay), None)
+        hidden = None if old[3] is None or new[3] is None else torch.cat([old[3][:, keep], new[3]], 1)
+        self._held = (torch.cat([old[0][:, :, keep], new[0]], 2), torch.cat([old[1][:, keep], new[1]], 1),
+                      torch.cat([old[2][:, keep], new[2]], 1), hidden)
 
     def crop(self, n: int) -> None:
         """Forget the newest `n` rows (rejected drafts)."""
-        if self._q is None or n == 0:
-            return
-        assert self._positions is not None and self._valid is not None
-        self._q, self._positions, self._valid = self._q[:, :, :-n], self._positions[:, :-n], self._valid[:, :-n]
-        self.hidden = None if self.hidden is None else self.hidden[:, :-n]
+        if self._held is not None and n:
+            q, positions, valid, hidden = self._held
+            self._held = q[:, :, :-n], positions[:, :-n], valid[:, :-n], None if hidden is None else hidden[:, :-n]
 
     def select(self, rows: Tensor) -> None:
-        if self._q is not None:
-            assert self._positions is not None and self._valid is not None
-            self._q, self._positions, self._valid = self._q[rows], self._positions[rows], self._valid[rows]
-            self.hidden = None if self.hidden is None else self.hidden[rows]
+        """Keep these rows of the batch, in this order."""
+        if self._held is not None:
+            q, positions, valid, hidden = self._held
+            self._held = q[rows], positions[rows], valid[rows], None if hidden is None else hidden[rows]
+
+    def tensors(self) -> dict[str, Tensor]:
+        """What is held, by name."""
+        names = ("q", "positions", "valid", "hidden")
+        return {} if self._held is None else {n: t for n, t in zip(names, self._held) if t is not None}
+
+    def load(self, tensors: dict[str, Tensor]) -> None:
+        """The inverse of `tensors`."""
+        if tensors:
+            self._held = tensors["q"], tensors["positions"], tensors["valid"], tensors.get("hidden")

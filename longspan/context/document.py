@@ -11,10 +11,11 @@ taken back afterwards. An appended turn stays, and is not read again.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -115,23 +116,18 @@ class Context:
         check_window(self.loaded, len(self.ids) + len(question) + max_new_tokens, "document, question and answer together")
         model = self.loaded.model
         start = time.perf_counter()
-        with self._on():
-            point = self.cache.snapshot()
+        with self._on(), self._taken_back():
             logits = self._next_logits(question)
             int(logits.argmax())  # waits for the device
             ttft = time.perf_counter() - start
             done = greedy(model, self.cache, logits, max_new_tokens, end_ids(model, self.loaded.tokenizer), stop,
                           self.loaded.tokenizer)
-            self.cache.restore(point)
         return done, ttft
 
     def nlls(self, question: Sequence[int], answer: Sequence[int], chunk: int | None = None) -> list[float]:
         """Negative log-likelihood (nats) of each answer token after document and question."""
-        with self._on():
-            point = self.cache.snapshot()
-            found = token_nlls(self.loaded.model, self.cache, self._next_logits(question), answer, chunk)
-            self.cache.restore(point)
-        return found
+        with self._on(), self._taken_back():
+            return token_nlls(self.loaded.model, self.cache, self._next_logits(question), answer, chunk)
 
     def append(self, turn: str) -> None:
         """Add text to the document. What was read before is not read again; the new text is kept whole."""
@@ -139,12 +135,24 @@ class Context:
         if not turn.strip():
             raise Refused("the turn to append is empty; expected some text.")
         check_window(self.loaded, len(self.ids) + len(ids), "document and turn together")
-        with self._on():
+        with self._on(), self._taken_back(only_on_error=True):
             self.logits = self._next_logits(ids)
         self.ids += ids
 
     def _on(self) -> Any:
         return _adopted(self.recipe, self.loaded.model, self.cache)
+
+    @contextlib.contextmanager
+    def _taken_back(self, only_on_error: bool = False) -> Iterator[None]:
+        """Whatever is read inside is taken back at the end, or only if something went wrong."""
+        point = self.cache.snapshot()
+        try:
+            yield
+        except BaseException:
+            self.cache.restore(point)
+            raise
+        if not only_on_error:
+            self.cache.restore(point)
 
     def _next_logits(self, ids: Sequence[int]) -> Tensor:
         if not ids:
@@ -157,19 +165,18 @@ class Context:
     def save(self, path: str | Path) -> Path:
         """Write the compressed context to one safetensors file (atomically)."""
         file = Path(path)
-        tensors = {f"{i}.{name}": t.contiguous() for i, layer in enumerate(self.cache.policy_layers)
-                   for name, t in layer.store.state().items()}
         if len(self.cache.policy_layers) != len(self.cache.layers):
             raise Refused("a context of a model with sliding-window layers can't be saved; read the document again.")
-        tensors |= {f"{i}.real": layer.real for i, layer in enumerate(self.cache.policy_layers) if layer.real is not None}
         assert self.logits is not None
-        tensors["logits"], tensors["ids"] = self.logits.contiguous(), torch.tensor(self.ids)
+        tensors = {f"{i}.{n}": t for i, layer in enumerate(self.cache.policy_layers) for n, t in layer.state().items()}
+        tensors |= {"logits": self.logits, "ids": torch.tensor(self.ids)}
+        tensors = {n: t.detach().cpu().contiguous().clone() for n, t in tensors.items()}
         stores = [type(layer.store).__name__ for layer in self.cache.policy_layers]
         meta = {"format": FORMAT, "recipe": str(self.recipe), "foot": self.foot, "stores": json.dumps(stores),
-                "fingerprint": self.loaded.fingerprint, "digest": digest(self.ids),
-                "achieved": json.dumps(self.achieved.as_json())}
+                "fingerprint": self.loaded.fingerprint, "dtype": str(self.loaded.model.dtype),
+                "prompt": str(self.cache.prompt_length), "achieved": json.dumps(self.achieved.as_json())}
         temporary = file.with_name(file.name + ".part")
-        save_file({n: t.cpu().clone() for n, t in tensors.items()}, temporary, metadata=meta)
+        save_file(tensors, temporary, metadata=meta | {"digest": content_digest(tensors, meta)})
         temporary.replace(file)
         return file
 
@@ -191,14 +198,16 @@ class Context:
             raise Refused(f"{str(path)!r} can't be read as a saved context ({error}).") from error
         if meta.get("format") != FORMAT:
             raise Refused(f"{str(path)!r} is not a saved context; expected format {FORMAT}.")
+        if content_digest(tensors, {n: t for n, t in meta.items() if n != "digest"}) != meta.get("digest"):
+            raise Refused(f"{str(path)!r} is damaged: its content doesn't match its digest; save the context again.")
         if meta["fingerprint"] != loaded.fingerprint:
             raise Refused(f"{str(path)!r} was made with another model than {loaded.name}; load that model, or read again.")
-        ids = tensors["ids"].tolist()
-        if digest(ids) != meta["digest"]:
-            raise Refused(f"{str(path)!r} is damaged: its tokens don't match their digest.")
-        recipe = Recipe.parse(meta["recipe"])
+        if meta["dtype"] != str(loaded.model.dtype):
+            raise Refused(f"{str(path)!r} holds {meta['dtype'][6:]} numbers, but {loaded.name} is loaded in "
+                          f"{str(loaded.model.dtype)[6:]}; load the model in {meta['dtype'][6:]}, or read again.")
+        ids, recipe = tensors["ids"].tolist(), Recipe.parse(meta["recipe"])
         with recipe.on(loaded.model) as run:
-            cache = run.new_cache(Prompt(tensors["ids"][None], len(ids)))
+            cache = run.new_cache(Prompt(tensors["ids"][None], int(meta["prompt"])))
         _fill(cache, tensors, len(ids), json.loads(meta["stores"]))
         context = cls(loaded, recipe, cache, ids, meta["foot"])
         context.logits, context.achieved = tensors["logits"], achieved_from_json(json.loads(meta["achieved"]))
@@ -243,10 +252,14 @@ def check_window(loaded: Loaded, tokens: int, what: str) -> None:
     """Refuse more tokens than the model was made for."""
     window = context_window(loaded.model)
     if tokens > window:
-        raise Refused(f"{what} take {tokens} tokens, but {loaded.name} reads at most {window}; "
+        raise Refused(f"{what}: {tokens} tokens, but {loaded.name} reads at most {window}; "
                       f"shorten by {tokens - window} tokens, or choose a model with a longer window.")
 
 
-def digest(ids: Sequence[int]) -> str:
-    """A content key of a token sequence."""
-    return hashlib.sha256(torch.tensor(list(ids), dtype=torch.int64).numpy().tobytes()).hexdigest()
+def content_digest(tensors: dict[str, Tensor], meta: dict[str, str]) -> str:
+    """A key of everything in a saved context: one flipped bit gives another."""
+    found = hashlib.sha256(json.dumps(sorted(meta.items())).encode())
+    for name, t in sorted(tensors.items()):
+        found.update(f"{name} {t.dtype} {tuple(t.shape)}".encode())
+        found.update(t.cpu().contiguous().flatten().view(torch.uint8).numpy())
+    return found.hexdigest()

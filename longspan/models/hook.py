@@ -18,68 +18,18 @@ import threading
 import types
 import weakref
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import torch
-from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface, DynamicCache
 from transformers.masking_utils import sdpa_mask
 
-from longspan.kernels import attend
+from longspan.models.call import Handler, LayerCall, Prompt, plain_attention
 from longspan.models.parts import Parts, find_parts
 from longspan.registry import Refused
 
 IMPLEMENTATION = "longspan"
-
-
-@dataclass(frozen=True)
-class Prompt:
-    """What `generate` was asked to continue."""
-
-    ids: Int[Tensor, "B P"] | None
-    length: int
-    spans: dict[str, list[tuple[int, int]]] = field(default_factory=dict)
-    """Token ranges with a meaning: ``question``, ``documents``, ``shots``, ``turns``."""
-
-
-@dataclass
-class LayerCall:
-    """One attention call of one layer, with everything a method may ask for."""
-
-    layer: int
-    q: Float[Tensor, "B Hq T D"]
-    k: Float[Tensor, "B Hkv S D"]
-    v: Float[Tensor, "B Hkv S D"]
-    scale: float
-    positions: Int[Tensor, "B T"]
-    padding: Bool[Tensor, "B N"] | None
-    """True for real tokens, one column per slot ever seen; None when there is no padding."""
-    window: int | None
-    softcap: float | None
-    parts: Parts
-    store: Any
-    """The cache layer that staged `k` and `v`, or None when the model runs without our cache."""
-    hidden: Float[Tensor, "B T C"] | None = None
-
-    @functools.cached_property
-    def q_pre_rope(self) -> Float[Tensor, "B Hq T D"]:
-        """The queries before rotary positions were applied."""
-        return self.parts.unrotate(self.q, *self.parts.rope(self.positions, self.layer))
-
-
-class Handler(Protocol):
-    """What a recipe's run offers the hook."""
-
-    needs_hidden: bool
-
-    def new_cache(self, prompt: Prompt | None) -> Any: ...
-    def owns(self, cache: Any) -> bool: ...
-    def attend(self, call: LayerCall) -> Float[Tensor, "B Hq T D"]: ...
-    def before_generate(self, arguments: dict[str, Any]) -> None: ...
-    def left(self) -> None:
-        """No forward runs any more and none will: caches made here must not be used from now on."""
 
 
 # ------------------------------------------------------------------------------------------- the registered functions
@@ -98,9 +48,11 @@ def attention_function(module: nn.Module, q: Tensor, k: Tensor, v: Tensor, atten
     handler = state.handler if state is not None else None
     is_4d = attention_mask is not None and attention_mask.dim() == 4
     if handler is None or state is None or (store is None and getattr(module, "is_sliding", False)) or is_4d:
-        if store is not None:
+        if store is not None and is_4d:
             raise Refused("a recipe's cache met a mask of packed sequences or image blocks; run such batches without a "
                           "recipe, or with use_cache=False.")
+        if store is not None:
+            raise RuntimeError("the recipe was left while this forward was running.")
         out = plain_attention(q, k, v, attention_mask, scale, sliding_window, softcap)
         return out.transpose(1, 2).contiguous(), None
     if position_ids is None:
@@ -113,25 +65,6 @@ def attention_function(module: nn.Module, q: Tensor, k: Tensor, v: Tensor, atten
         hidden=state.hidden.pop((threading.get_ident(), module.layer_idx), None) if state.hidden else None,
     )
     return handler.attend(call).transpose(1, 2).contiguous(), None
-
-
-def plain_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float,
-                    window: int | None = None, softcap: float | None = None) -> Float[Tensor, "B Hq T D"]:
-    """Dense causal attention with an optional padding mask (B,N), ready-made mask (B,1,T,S), window and softcap.
-
-    Query row i stands at key slot S-T+i; a padding mask is read in its last S columns.
-    """
-    T, S = q.shape[2], k.shape[2]
-    if mask is not None and mask.dim() == 4:
-        return attend(q, k, v, scale=scale, causal=False, mask=mask[..., -S:], softcap=softcap, return_lse=False)[0]
-    allowed = None
-    if window is not None and S > window:
-        rows = torch.arange(S - T, S, device=q.device)[:, None]
-        allowed = (rows - torch.arange(S, device=q.device) < window)[None, None]
-    if mask is not None:
-        valid = mask[:, None, None, -S:]
-        allowed = valid if allowed is None else allowed & valid
-    return attend(q, k, v, scale=scale, causal=True, mask=allowed, softcap=softcap, return_lse=False)[0]
 
 
 def mask_function(*, attention_mask: Tensor | None = None, allow_is_causal_skip: bool = True, **kwargs: Any) -> Any:
@@ -222,8 +155,7 @@ class _Attached:
         def generate(this: Any, *args: Any, **kwargs: Any) -> Any:
             if this is not self.parts.model:  # a deep copy made inside the block
                 return type(this).generate(this, *args, **kwargs)
-            given = signature.bind_partial(*args, **kwargs).arguments
-            given = {**given, **given.pop("kwargs", {})}
+            given = _arguments(signature, args, kwargs)
             given["generation_config"] = given.get("generation_config") or getattr(this, "generation_config", None)
             handler = self.handler
             if handler is not None:
@@ -268,7 +200,8 @@ class _Attached:
         if not handler.owns(given):
             raise Refused(f"the cache given ({type(given).__name__}, {given.get_seq_length()} tokens) was not made by this "
                           "recipe; expected none, an empty DynamicCache, or a cache made while the recipe is on.")
-        given.prompt = given.prompt or prompt
+        if prompt is not None and getattr(given, "prompt", prompt) is None:  # made before it was known what is read
+            given.prompt = prompt
         return None
 
     def _after_forward(self, module: nn.Module, args: tuple, kwargs: dict[str, Any], output: Any) -> None:
@@ -307,6 +240,17 @@ def _replacement(given: Any, cache: Any) -> Any:
     if any(getattr(layer, "record_past", False) for layer in getattr(given, "layers", ())):
         cache.activate_past_recording()
     return cache
+
+
+def _arguments(signature: inspect.Signature, args: tuple, kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Arguments of `generate` by name; wrappers that take ``*args`` pass the prompt on as its first."""
+    given = dict(signature.bind_partial(*args, **kwargs).arguments)
+    for name, parameter in signature.parameters.items():
+        if parameter.kind is parameter.VAR_KEYWORD:
+            given |= given.pop(name, {})
+        elif parameter.kind is parameter.VAR_POSITIONAL and given.get(name):
+            given["inputs"] = given.pop(name)[0]
+    return given
 
 
 def _prompt_of(given: dict[str, Any]) -> Prompt | None:

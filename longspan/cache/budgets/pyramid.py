@@ -34,6 +34,7 @@ class Pyramid(Budget):
         if high >= length - w:
             high = length - w
             low = 2 * mean - high
-        if not length >= high >= low >= w:
+        # Where the slope doesn't fit (a layer would keep nothing but its window), every layer keeps the mean.
+        if not length >= high >= low >= max(w, 1) or x.n_layers == 1:
             return mean
-        return round(high - x.layer * (high - low) / max(1, x.n_layers - 1))
+        return round(high - x.layer * (high - low) / (x.n_layers - 1))

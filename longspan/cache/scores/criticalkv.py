@@ -7,7 +7,7 @@ The error of dropping entry t is bounded by its attention times the L1 norm of i
 from __future__ import annotations
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from longspan.cache.base import LayerContext, Score, group_mean, protect, top_mask
@@ -39,18 +39,23 @@ class CriticalKV(Score):
     def protected(self, x: LayerContext) -> int:
         return self.base.protected(x)
 
+    def moves(self, x: LayerContext, keep: Bool[Tensor, "B H S"]) -> Int[Tensor, "B H S"] | None:
+        return self.base.moves(x, keep)
+
     def score(self, x: LayerContext) -> Float[Tensor, "B H S"]:
         base = self.base.score(x).float()
         assert x.budget is not None
         first = (x.budget * self.fixed).to(torch.int64).clamp(min=x.protected)
         fixed = top_mask(base.masked_fill(~x.valid, -torch.inf), first[:, None].expand(base.shape[:2]))
+        # The bound needs weights: a score below zero, such as minus a norm, is lifted to start at zero.
+        base = base - base.masked_fill(~x.valid, torch.inf).amin(-1, keepdim=True).clamp(max=0.0)
         return protect((base + self.epsilon) * projected_norm(x), fixed)
 
 
 def projected_norm(x: LayerContext) -> Float[Tensor, "B H S"]:
     """||W_o^h v_t||_1, mean over the query heads h that read the KV head."""
     weight = x.parts.o_proj(x.layer).float()
-    B, H, S, D = x.v.shape
+    H, D = x.v.shape[1], x.v.shape[3]
     per_head = weight.view(-1, H, x.group, D).permute(1, 2, 3, 0)
     norms = [(x.v.float() @ per_head[:, g]).abs().sum(-1) for g in range(x.group)]
     return group_mean(torch.stack(norms, 2))

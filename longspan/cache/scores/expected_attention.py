@@ -53,7 +53,7 @@ class ExpectedAttention(Score):
     def exponent(self, x: LayerContext) -> Float[Tensor, "B H G S"]:
         """log E exp(scale * q.k) of a future query, for every key."""
         mean, covariance = self.future_queries(x)
-        B, H, S, D = x.k.shape
+        B, H, D = x.k.shape[0], x.k.shape[1], x.k.shape[3]
         k = x.k.float()
         out = x.scale * (mean.view(B, H, x.group, 1, D) @ k[:, :, None].transpose(-1, -2)).squeeze(3)
         if covariance is None:

@@ -12,10 +12,14 @@ from longspan.registry import knob, method
 
 @method("random", kind="score", summary="Uniformly random entries: the control every other score must beat.")
 class Random(Score):
-    """Independent uniform scores from a seed; layers and lengths get different draws, runs the same."""
+    """Independent uniform scores from a seed, one for every layer, head and position: the same in every run, however
+    rows are batched and padded, and at every compression."""
 
-    seed: int = knob(0, "seed of the draw", low=0)
+    seed: int = knob(0, "seed of the draw", low=0, high=2**31 - 1)
 
     def score(self, x: LayerContext) -> Float[Tensor, "B H S"]:
-        generator = torch.Generator().manual_seed(self.seed * 1_000_003 + x.layer * 1009 + int(x.seen.max()))
-        return torch.rand(x.valid.shape, generator=generator).to(x.k.device)
+        positions = x.positions.masked_fill(~x.valid, 0).long()
+        generator = torch.Generator("cpu").manual_seed(self.seed * 1009 + x.layer)
+        # Position first: a longer text continues a shorter one's draw.
+        draw = torch.rand(int(positions.max()) + 1, x.k.shape[1], generator=generator, device="cpu").to(x.k.device)
+        return draw.T[None].expand(len(positions), -1, -1).gather(-1, positions)

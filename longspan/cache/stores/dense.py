@@ -7,7 +7,7 @@ from jaxtyping import Bool, Int
 from torch import Tensor
 
 from longspan.cache.base import Store
-from longspan.cache.store import LayerStore, View, attend_buffer
+from longspan.cache.store import LayerStore, View, attend_buffer, kept_last
 from longspan.registry import method
 
 
@@ -22,9 +22,8 @@ class DenseLayer(LayerStore):
             valid = torch.ones(k.shape[:3], dtype=torch.bool, device=k.device)
         return View(k, v, valid, self.tail.all_positions())
 
-    def keep(self, mask: Bool[Tensor, "B H S"]) -> None:
-        held = self.view()
-        self.tail.replace(*pack(held, mask))
+    def keep(self, mask: Bool[Tensor, "B H S"], keys: Tensor | None = None) -> None:
+        self.tail.replace(*pack(self.view(), mask, keys))
 
     def lengths(self) -> Int[Tensor, "B H"]:
         valid = self.tail.all_valid()
@@ -46,16 +45,16 @@ class DenseLayer(LayerStore):
         self.tail.load(state)
 
 
-def pack(held: View, mask: Bool[Tensor, "B H S"]) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """Kept entries at the front of a tensor as long as the longest head: keys, values, positions, mask (None: full)."""
+def pack(held: View, mask: Bool[Tensor, "B H S"],
+         keys: Tensor | None) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """Kept entries in a tensor as long as the longest head: keys, values, positions, mask of live ones (None: all)."""
     counts = mask.sum(-1)
     longest = int(counts.max())
-    # Kept entries first, in their order; what follows in shorter heads is dead and masked.
-    order = mask.to(torch.int8).argsort(dim=-1, descending=True, stable=True)[..., :longest]
+    order = kept_last(mask, longest)
     index = order[..., None].expand(*order.shape, held.k.shape[-1])
-    valid = torch.arange(longest, device=mask.device) < counts[..., None]
-    positions = held.positions.gather(-1, order)
-    return held.k.gather(2, index), held.v.gather(2, index), positions, None if bool(valid.all()) else valid
+    valid = mask.gather(-1, order)
+    k = (held.k if keys is None else keys).gather(2, index)
+    return k, held.v.gather(2, index), held.positions.gather(-1, order), None if bool(valid.all()) else valid
 
 
 @method("dense", kind="store", summary="One tensor per layer; every head of every row holds the same number.",

@@ -78,8 +78,9 @@ class RaggedLayer(LayerStore):
         flat_k, flat_v = self.flat()
         starts, counts = self._segments()
         longest = int(counts.max()) if counts.numel() else 0
-        at = torch.arange(longest, device=flat_k.device)
-        valid = at < counts[..., None]
+        # Dead columns stand before a shorter head's entries, as `kept_last` has it.
+        at = torch.arange(longest, device=flat_k.device) - (longest - counts[..., None])
+        valid = at >= 0
         index = torch.where(valid, starts[..., None] + at, 0)
         k = torch.where(valid[..., None], flat_k[index], 0)
         v = torch.where(valid[..., None], flat_v[index], 0)
@@ -92,12 +93,12 @@ class RaggedLayer(LayerStore):
         counts = self.offsets.diff().view(-1, self.heads)
         return (starts, counts) if self.rows is None else (starts[self.rows], counts[self.rows])
 
-    def keep(self, mask: Bool[Tensor, "B H S"]) -> None:
+    def keep(self, mask: Bool[Tensor, "B H S"], keys: Tensor | None = None) -> None:
         held = self.view()
         counts = mask.sum(-1)
         self.offsets = torch.cat([counts.new_zeros(1), counts.flatten().cumsum(0)])
         self.heads, self.rows = mask.shape[1], None
-        self.store_flat(held.k[mask], held.v[mask])
+        self.store_flat((held.k if keys is None else keys)[mask], held.v[mask])
         self.positions = held.positions[mask].to(torch.int32)
         self.tail = type(self.tail)()
 
@@ -106,12 +107,17 @@ class RaggedLayer(LayerStore):
         self.k, self.v = k, v
 
     def lengths(self) -> Int[Tensor, "B H"]:
-        tail = self.tail.all_valid()
+        tail = self.tail.all_valid() if self.tail.k is not None else None
         if self.offsets is None:
             B, H = self.tail.keys.shape[:2]
-            return torch.full((B, H), self.tail.length) if tail is None else tail.sum(-1)
+            return torch.full((B, H), self.tail.length, device=self.tail.keys.device) if tail is None else tail.sum(-1)
         _, counts = self._segments()
         return counts + (tail.sum(-1) if tail is not None else self.tail.length)
+
+    def width(self) -> int:
+        if self.offsets is None:
+            return self.tail.length
+        return self.tail.length + int(self._segments()[1].max())
 
     def prefix_tensors(self) -> dict[str, Tensor]:
         found = {"flat_k": self.k, "flat_v": self.v}
@@ -127,7 +133,7 @@ class RaggedLayer(LayerStore):
     def select(self, rows: Tensor) -> None:
         """Beams: the flat prefix stays as it is; rows point into it, and only the tail is copied."""
         if self.offsets is not None:
-            index = rows.to(self.offsets.device)
+            index = rows.to(self.offsets.device, torch.int64)
             self.rows = index if self.rows is None else self.rows[index]
         if self.tail.k is not None:
             self.tail.select(rows)
