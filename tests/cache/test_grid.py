@@ -23,7 +23,7 @@ SPANS = {"documents": [(0, 10), (10, 18)], "shots": [(0, 6), (6, 12), (12, 18)],
 
 
 def names(kind):
-    return [c.name for c in cards(kind=kind) if c.module.startswith("longspan.")]
+    return [c.name for c in cards(kind=kind) if c.module.startswith("longspan")]
 
 
 def written(name, **more):

@@ -1,0 +1,1 @@
+"""What `docs/render.py` is made of: one file for each sort of generated text."""
