@@ -255,14 +255,9 @@ def _knobs(cls: type) -> Iterable[Knob]:
             field.default_factory() if field.default_factory is not dataclasses.MISSING else None)
         meta = dict(field.metadata)
         # A file without `from __future__ import annotations` gives types as classes.
-        type_ = field.type.__name__ if isinstance(field.type, type) else _written_type(field.type)
+        type_ = field.type.__name__ if isinstance(field.type, type) else str(field.type)
         yield Knob(name=field.name, type=type_, help=meta.pop("help", ""),
                    default=str(default) if isinstance(default, Method) else default, **meta)
-
-
-def _written_type(found: Any) -> str:
-    """A field's type as it is written, whether or not its module postpones annotations."""
-    return found.__name__ if isinstance(found, type) else str(found)
 
 
 # ------------------------------------------------------------------------------------------------------------ look-up
