@@ -197,7 +197,7 @@ class Method:
         parts = []
         for field in dataclasses.fields(self):  # type: ignore[arg-type]
             value = getattr(self, field.name)
-            default = field.default if field.default is not dataclasses.MISSING else field.default_factory()  # type: ignore[misc]
+            default = field.default if field.default is not dataclasses.MISSING else field.default_factory()  # type: ignore[misc, operator]
             if value != default:
                 parts.append(f"{field.name}={value if isinstance(value, Method) else _literal(value)}")
         return f"{self.card.name}({', '.join(parts)})" if parts else self.card.name
@@ -236,14 +236,14 @@ def method(name: str, *, kind: str, summary: str, system: str = "baselines", pap
         raise ValueError(nearest(unknown[0], CAPABILITIES, "capability"))
 
     def register(cls: T) -> T:
-        made = dataclasses.dataclass(frozen=True, repr=True)(cls)
+        made: Any = dataclasses.dataclass(frozen=True, repr=True)(cls)
         room = cls.__module__.split(".")[1] if cls.__module__.startswith("longspan.") else "external"
-        made.card = Card(name, kind, system, room, paper, summary, cls.__module__, cls.__qualname__,  # type: ignore[attr-defined]
+        made.card = Card(name, kind, system, room, paper, summary, cls.__module__, cls.__qualname__,
                          tuple(capabilities), tuple(_knobs(made)), (cls.__doc__ or "").strip())
         before = _methods.get(name)
         if before is not None and (before.card.module, before.card.qualname) != (cls.__module__, cls.__qualname__):
             raise ValueError(f"method {name!r} is already registered by {before.card.module}; choose another name.")
-        _methods[name] = made  # type: ignore[assignment]
+        _methods[name] = made
         return made
 
     return register

@@ -7,6 +7,7 @@ text once, plainly, and hides from every row what had been evicted before it. A 
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -64,7 +65,7 @@ def _attention(module: Any, q: Tensor, k: Tensor, v: Tensor, attention_mask: Any
     compressions = now.log.get(module.layer_idx, [])
     edges = [0, *(seen for seen, _ in compressions), N]
     out = torch.zeros_like(q)
-    for i, (start, stop) in enumerate(zip(edges, edges[1:])):
+    for i, (start, stop) in enumerate(itertools.pairwise(edges)):
         keys, values = k, v
         allowed = (slots <= torch.arange(start, stop)[:, None]) & now.real[:, None, None, :]
         allowed = allowed.expand(-1, k.shape[1], -1, -1)

@@ -29,7 +29,7 @@ class LayerContext:
     """False where a shorter row or head is padded."""
     positions: Int[Tensor, "B H S"]
     """Rotary position of every entry; never shifted by eviction."""
-    seen: Int[Tensor, "B"]
+    seen: Int[Tensor, " B"]
     """Real tokens read so far in each row, kept or not."""
     q: Float[Tensor, "B Hq w D"]
     """The newest query rows, after rotary positions; w is what the policy's scores ask for."""
@@ -49,10 +49,12 @@ class LayerContext:
     """The model's parts: `rope`, `rotate`, `unrotate`, `o_proj`."""
     hidden: Float[Tensor, "B w C"] | None = None
     spans: dict[str, list[tuple[int, int]]] = field(default_factory=dict)
-    budget: Int[Tensor, "B"] | None = None
+    budget: Int[Tensor, " B"] | None = None
     """Entries per head that the policy may keep on average; set while it plans."""
     protected: int = 0
     """Entries per head that the policy's score always keeps; set while it plans."""
+    score: str = ""
+    """The score as it is written in a recipe, for budgets that depend on it; set while the policy plans."""
     early: bool = False
     """More of the prompt follows: a row whose budget is still smaller than what is protected waits."""
 
@@ -78,7 +80,7 @@ class LayerContext:
 def attention_rows(x: LayerContext, q: Float[Tensor, "B Hq w D"], q_positions: Int[Tensor, "B w"],
                    q_valid: Bool[Tensor, "B w"]) -> Float[Tensor, "B H G w S"]:
     """Attention probabilities of query rows `q` over the entries of `x` (float32; zero rows for padding)."""
-    B, H, S, D = x.k.shape
+    B, H, _, D = x.k.shape
     logits = q.float().view(B, H, x.group, -1, D) @ x.k.float().transpose(-1, -2)[:, :, None] * x.scale
     if x.softcap is not None:
         logits = x.softcap * torch.tanh(logits / x.softcap)
@@ -168,7 +170,7 @@ class Budget(Method):
     def amount(self) -> Amount:
         return parse_amount(self.budget)
 
-    def tokens(self, x: LayerContext) -> Int[Tensor, "B"]:
+    def tokens(self, x: LayerContext) -> Int[Tensor, " B"]:
         """The budget of one KV head in entries, for every row."""
         amount = self.amount
         return torch.tensor([amount.tokens(int(n), x.bytes_per_token) for n in x.seen], device=x.k.device)
@@ -217,7 +219,7 @@ def protect(scores: Float[Tensor, "B H S"], mask: Bool[Tensor, "B H S"]) -> Floa
     return torch.where(mask, top + 1, scores)
 
 
-def newest(x: LayerContext, n: int | Int[Tensor, "B"]) -> Bool[Tensor, "B H S"]:
+def newest(x: LayerContext, n: int | Int[Tensor, " B"]) -> Bool[Tensor, "B H S"]:
     """The `n` newest valid entries of every head (one `n`, or one a row). Entries stand in ascending position."""
     rank_from_end = x.valid.flip(-1).cumsum(-1).flip(-1)
     return x.valid & (rank_from_end <= (n if isinstance(n, int) else n[:, None, None]))
@@ -232,7 +234,7 @@ def group_mean(per_query_head: Float[Tensor, "B H G S"]) -> Float[Tensor, "B H S
     return per_query_head.mean(2)
 
 
-def top_mask(scores: Float[Tensor, "... S"], counts: Int[Tensor, "..."]) -> Bool[Tensor, "... S"]:
+def top_mask(scores: Float[Tensor, "... S"], counts: Int[Tensor, " ..."]) -> Bool[Tensor, "... S"]:
     """Mark the `counts` highest scores along the last axis; of equal scores the earlier entry wins."""
     order = scores.argsort(dim=-1, descending=True, stable=True)
     chosen = torch.arange(scores.shape[-1], device=scores.device) < counts[..., None]
@@ -273,7 +275,7 @@ class CachePolicy:
             first = x.q.shape[2] - rows
             x = replace(x, q=x.q[:, :, first:], q_valid=x.q_valid[:, first:], q_positions=x.q_positions[:, first:],
                         hidden=hidden)
-        x.budget, x.protected = budget, protected
+        x.budget, x.protected, x.score = budget, protected, str(self.score)
         scores = self.score.score(x).float()
         if scores.shape != x.valid.shape:
             raise ValueError(f"{self.score.card.name} gave scores {tuple(scores.shape)} for entries {tuple(x.valid.shape)}")
@@ -296,7 +298,7 @@ class CachePolicy:
 
 def describe(policy: CachePolicy) -> str:
     """The policy as it is written in a recipe."""
-    extra = {"store": policy.store, "schedule": policy.schedule}
+    extra: dict[str, Any] = {"store": policy.store, "schedule": policy.schedule}
     short = policy.budget.shorthand
     if short:
         extra = {"budget": policy.budget.budget, **extra}

@@ -30,7 +30,7 @@ class Rows:
     """The rows of a batch that share one policy (None: keep everything)."""
 
     policy: CachePolicy | None
-    rows: Int[Tensor, "R"] | None = None
+    rows: Int[Tensor, " R"] | None = None
     """None: all rows."""
 
 
@@ -84,7 +84,8 @@ class RecipeCache(Cache):
         self.schedule: Schedule = _one({p.schedule for p in self.policies}, "schedule") or AtPrompt()
         self.recodes = self.store_method is not None and self.store_method.card.can("lossy")
         self._slots: tuple[Tensor, int, int, Tensor | None] | None = None
-        layers = [PolicyLayer(self, i) if w is None else SlidingLayer(w) for i, w in enumerate(windows)]
+        self._positions: tuple[Tensor, Tensor] | None = None
+        layers: list[Any] = [PolicyLayer(self, i) if w is None else SlidingLayer(w) for i, w in enumerate(windows)]
         super().__init__(layers=layers)
         self.policy_layers = [layer for layer in layers if isinstance(layer, PolicyLayer)]
         self.first = next(iter(self.policy_layers), None)
@@ -123,6 +124,12 @@ class RecipeCache(Cache):
             self._slots = (padding, start, stop, None if bool(valid.all()) else valid)
         return self._slots[3]
 
+    def own_positions(self, layer: PolicyLayer, positions: Int[Tensor, "B T"]) -> Int[Tensor, "B T"]:
+        """A copy that nobody writes into: callers may count their position ids up in place. All layers share one."""
+        if self._positions is None or layer is self.first or self._positions[0] is not positions:
+            self._positions = positions, positions.to(torch.int32, copy=True)
+        return self._positions[1]
+
     def entry_bytes(self, head_dim: int, itemsize: int) -> float:
         """Bytes that one kept entry of one head takes."""
         store: Store = self.store_method or Dense()
@@ -137,7 +144,7 @@ class RecipeCache(Cache):
             raise Refused(f"{given} recipes were given for {batch} rows; expected one recipe a row.")
         return batch // given
 
-    def batch_rows(self, rows: Int[Tensor, "R"], batch: int) -> Int[Tensor, "R_repeats"]:
+    def batch_rows(self, rows: Int[Tensor, " R"], batch: int) -> Int[Tensor, " R_repeats"]:
         """Where the given rows stand in the batch, their repeats included."""
         repeats = self.rows_of_one(batch)
         return (rows[:, None] * repeats + torch.arange(repeats)).flatten()
@@ -178,7 +185,7 @@ class RecipeCache(Cache):
         for layer, state in zip(self.layers, point):
             layer.restore(state) if isinstance(layer, PolicyLayer) else layer.__dict__.update(state)
 
-    def kept_positions(self) -> list[list[Int[Tensor, "n"]]]:
+    def kept_positions(self) -> list[list[Int[Tensor, " n"]]]:
         """Positions held per layer and KV head in the first row (layers that keep transformers' own cache: none)."""
         views = [layer.store.view() for layer in self.policy_layers]
         return [[view.positions[0, h][view.valid[0, h]] for h in range(view.k.shape[1])] for view in views]
@@ -190,7 +197,7 @@ class RecipeCache(Cache):
     def _stock_bytes(self) -> tuple[int, int]:
         """Bytes that transformers' own layers hold, and those of one token in all of them and all rows."""
         stock = [layer for layer in self.layers if isinstance(layer, DynamicSlidingWindowLayer) and layer.is_initialized]
-        tensors = [t for layer in stock for t in (layer.keys, layer.values)]
+        tensors = [t for layer in stock for t in (layer.keys, layer.values) if t is not None]
         held = sum(t.untyped_storage().nbytes() for t in tensors)
         return held, sum(t.shape[0] * t.shape[1] * t.shape[3] * t.element_size() for t in tensors)
 

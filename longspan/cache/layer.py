@@ -9,6 +9,7 @@ would have evicted and what scores noted about them is taken back.
 from __future__ import annotations
 
 import copy
+import itertools
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
@@ -97,7 +98,7 @@ class PolicyLayer(CacheLayerMixin):
         self.store: LayerStore = (cache.store_method or Dense()).make()
         self.watch = QueryWindow(max((p.score.window_rows() for p in cache.policies), default=0))
         self.notes = [Notes() for _ in cache.rows]
-        self.pads: Int[Tensor, "B"] | None = None
+        self.pads: Int[Tensor, " B"] | None = None
         """Slots of each row that were padding; None when there were none."""
         self.staged: tuple[Tensor, Tensor] | None = None
         self.drafts: Drafts | None = None
@@ -123,7 +124,7 @@ class PolicyLayer(CacheLayerMixin):
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """Stage new tokens, (B,H,T,D); the attention hook reads them from here."""
         cache = self.cache
-        if self.staged is not None or (self is cache.first and cache.layers[-1].get_seq_length() != self.seen):
+        if self.staged is not None or (self is cache.first and cache.get_seq_length(-1) != self.seen):
             raise RuntimeError("an earlier forward on this cache was broken off, or the model's attention doesn't go through "
                                "the recipe, so its layers hold different tokens; start with a new cache.")
         self.is_initialized = True
@@ -267,7 +268,7 @@ class PolicyLayer(CacheLayerMixin):
             hidden = None if hidden is None else hidden[:, a:b]
         valid = cache.real_slots(call.padding, self.seen, self.seen + b - a)
         fresh = read is not None and b - a > 1 and self.store.untouched and self.store.tail.length == self.seen
-        self.store.append(k, v, positions, valid)
+        self.store.append(k, v, cache.own_positions(self, positions), valid)
         self.seen += b - a
         if valid is not None:
             pads = (~valid).sum(1)
@@ -317,8 +318,8 @@ class PolicyLayer(CacheLayerMixin):
         cache = self.cache
         self.compressions += 1
         if not cache.policies:
-            held = self.store.lengths()
-            self.record = LayerRecord(self.seen, int(held.sum()), held, self.store.nbytes())
+            counts = self.store.lengths()
+            self.record = LayerRecord(self.seen, int(counts.sum()), counts, self.store.nbytes())
             return
         held = self.store.view()
         plan, real = self._plan(cache, held)
@@ -380,10 +381,10 @@ def packed(t: Float[Tensor, "B H S"], plan: KeepPlan) -> Tensor:
 
 def _pieces(start: int, stop: int, cuts: list[int]) -> list[tuple[int, int]]:
     edges = [start, *[c for c in cuts if c < stop], stop]
-    return list(zip(edges, edges[1:]))
+    return list(itertools.pairwise(edges))
 
 
-def select_rows(x: LayerContext, rows: Int[Tensor, "R"]) -> LayerContext:
+def select_rows(x: LayerContext, rows: Int[Tensor, " R"]) -> LayerContext:
     """The context of some rows of a batch."""
     names = ("k", "v", "valid", "positions", "seen", "q", "q_valid", "q_positions")
     return replace(

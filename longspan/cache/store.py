@@ -19,6 +19,8 @@ from longspan.registry import Refused
 SLACK = 256
 """Most entries a buffer reserves when it grows, so that decoding copies it once in that many tokens."""
 LEAST_SLACK = 16
+PENDING = 64
+"""Steps after which positions are joined even if nobody asked."""
 
 
 @dataclass
@@ -42,7 +44,7 @@ def kept_last(mask: Bool[Tensor, "B H S"], longest: int) -> Int[Tensor, "B H m"]
 class Buffer:
     """Keys and values in order of arrival, (B,H,capacity,D), with positions and an optional mask of real tokens.
 
-    `per_head` entries at the front (kept ones, after a compression) have positions of their own in every head.
+    The `kept` entries at the front (those of the last compression) have positions of their own in every head.
     """
 
     def __init__(self) -> None:
@@ -52,8 +54,20 @@ class Buffer:
         self.kept = 0
         self.kept_positions: Int[Tensor, "B H m"] | None = None
         self.kept_valid: Bool[Tensor, "B H m"] | None = None
-        self.positions: Int[Tensor, "B n"] | None = None
         self.valid: Bool[Tensor, "B n"] | None = None
+        self._positions: tuple[Int[Tensor, "B t"], ...] = ()
+
+    @property
+    def positions(self) -> Int[Tensor, "B n"] | None:
+        """Rotary positions of what came after the kept entries."""
+        # Joined when asked for: decoding rarely does, and layers share the pieces.
+        if len(self._positions) > 1:
+            self.positions = torch.cat(self._positions, 1)
+        return self._positions[0] if self._positions else None
+
+    @positions.setter
+    def positions(self, value: Int[Tensor, "B n"] | None) -> None:
+        self._positions = () if value is None else (value.to(torch.int32, copy=True),)
 
     @property
     def keys(self) -> Float[Tensor, "B H S D"]:
@@ -66,7 +80,7 @@ class Buffer:
         return self.v[:, :, : self.length]
 
     def append(self, k: Tensor, v: Tensor, positions: Int[Tensor, "B T"], valid: Bool[Tensor, "B T"] | None) -> None:
-        """Add T tokens to every head of every row."""
+        """Add T tokens to every head of every row. The caller doesn't write into `positions` afterwards."""
         T = k.shape[2]
         self._append_kv(k, v, T)
         fresh = self.length - self.kept - T
@@ -76,8 +90,9 @@ class Buffer:
             valid = torch.ones(k.shape[0], T, dtype=torch.bool, device=k.device)
         if valid is not None:
             self.valid = valid.clone() if self.valid is None else torch.cat([self.valid, valid], 1)
-        positions = positions.to(torch.int32)
-        self.positions = positions.clone() if self.positions is None else torch.cat([self.positions, positions], 1)
+        self._positions = (*self._positions, positions)
+        if T > 1 or len(self._positions) > PENDING:
+            self.positions = torch.cat(self._positions, 1)
 
     def _append_kv(self, k: Tensor, v: Tensor, T: int) -> None:
         need = self.length + T
@@ -130,7 +145,7 @@ class Buffer:
             self.positions = self.positions[:, :-n]
             self.valid = None if self.valid is None else self.valid[:, :-n]
 
-    def select(self, rows: Int[Tensor, "R"]) -> None:
+    def select(self, rows: Int[Tensor, " R"]) -> None:
         """Keep these rows, in this order (beams; a row may repeat)."""
         for name in ("k", "v", "kept_positions", "kept_valid", "positions", "valid"):
             tensor = getattr(self, name)
@@ -202,7 +217,7 @@ class LayerStore(ABC):
         """The live tensors."""
 
     @abstractmethod
-    def select(self, rows: Int[Tensor, "R"]) -> None:
+    def select(self, rows: Int[Tensor, " R"]) -> None:
         """Keep these rows, in this order."""
 
     @abstractmethod
@@ -228,20 +243,20 @@ class LayerStore(ABC):
 def attend_buffer(buffer: Buffer, q: Tensor, positions: Tensor, scale: float, window: int | None,
                   softcap: float | None, *, return_lse: bool = False) -> tuple[Tensor, Tensor | None]:
     """Dense attention over a buffer whose last T entries are the queries' own tokens: (out, lse)."""
-    valid = buffer.all_valid()
-    k, v, T = buffer.keys, buffer.values, q.shape[2]
+    valid, T = buffer.all_valid(), q.shape[2]
     if T == 1 and window is None and buffer.kept_valid is None:
         assert buffer.k is not None and buffer.v is not None
         seen = valid if valid is None else valid[:, 0]
         return decode_attend(q, None, buffer.k, buffer.v, buffer.length, seen, scale, softcap=softcap,
                              return_lse=return_lse)
-    if valid is not None and T > 1 and T == buffer.length and window is None:
+    if valid is not None and T > 1 and buffer.length == T and window is None:
         return _attend_rows(buffer, q, scale, softcap)
     mask = None if valid is None else valid[:, :, None]
     if window is not None:
         near = positions[:, None, :, None] - buffer.all_positions()[:, :, None, :] < window
         mask = near if mask is None else near & mask
-    return attend(q, k, v, scale=scale, causal=True, mask=mask, softcap=softcap, return_lse=return_lse)
+    return attend(q, buffer.keys, buffer.values, scale=scale, causal=True, mask=mask, softcap=softcap,
+                  return_lse=return_lse)
 
 
 def _attend_rows(buffer: Buffer, q: Tensor, scale: float, softcap: float | None) -> tuple[Tensor, Tensor]:

@@ -261,5 +261,5 @@ def content_digest(tensors: dict[str, Tensor], meta: dict[str, str]) -> str:
     found = hashlib.sha256(json.dumps(sorted(meta.items())).encode())
     for name, t in sorted(tensors.items()):
         found.update(f"{name} {t.dtype} {tuple(t.shape)}".encode())
-        found.update(t.cpu().contiguous().flatten().view(torch.uint8).numpy())
+        found.update(t.cpu().contiguous().flatten().view(torch.uint8).numpy().data)
     return found.hexdigest()

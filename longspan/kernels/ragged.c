@@ -33,47 +33,54 @@ typedef struct {
     double scale, softcap;                      // softcap 0: none
 } Call;
 
-// What a thread knows about the pair it is at: query rows, running maxima (base 2), sums and weighted values.
+// What a thread knows about the pair it is at: query rows, running maxima (base 2), sums (one a lane), weighted values.
 typedef struct {
     int64_t rows, padded;                       // query rows (group * steps), width rounded up to whole vectors
-    float *q, *scores, *top, *sum, *acc;        // rows x padded, rows x BLOCK, rows, rows, rows x padded
+    float *q, *scores, *top, *sums, *acc;       // rows x padded, rows x BLOCK, rows, rows x LANES, rows x padded
     uint16_t *q_raw;                            // rows x width in bf16, for the bf16 dot product
     float *k_wide, *v_wide;                     // BLOCK x padded, for widths that aren't whole vectors
 } State;
 
 // --------------------------------------------------------------------------------------------------- one block of keys
 
-// scores[r][j] = q[r] . k[j] for `rows` query rows (1..TILE) and n keys (1..BLOCK).
+// sum[r] += q[r] * key, lane by lane; the lanes are added up later, for many keys at once.
+TEMPLATE void dot_lanes(vec *sum, const State *s, int64_t first, const char *key, int64_t vectors, const int rows,
+                        const int dtype) {
+#if defined(__AVX512BF16__)
+    if (dtype == BF16 && vectors % 2 == 0) {
+        const uint16_t *q = s->q_raw + first * s->padded;
+        for (int64_t c = 0; c < vectors / 2; c++) {
+            __m512bh x = (__m512bh)_mm512_loadu_si512(key + 64 * c);
+            for (int r = 0; r < rows; r++) {
+                __m512bh y = (__m512bh)_mm512_loadu_si512(q + r * s->padded + 2 * LANES * c);
+                sum[r] = (vec)_mm512_dpbf16_ps((__m512)sum[r], x, y);
+            }
+        }
+        return;
+    }
+#endif
+    const float *q = s->q + first * s->padded;
+    for (int64_t c = 0; c < vectors; c++) {
+        vec x = load(key + c * LANES * bytes_of(dtype), dtype);
+        for (int r = 0; r < rows; r++) sum[r] += x * *(const loose_vec *)(q + r * s->padded + c * LANES);
+    }
+}
+
+// scores[r][j] = q[r] . k[j] for `rows` query rows (1..TILE) and n keys (1..BLOCK); scores from n on are meaningless.
 TEMPLATE void dot_rows(const State *s, int64_t first, const char *k, int64_t stride, int64_t n, int64_t vectors,
                        const int rows, const int dtype) {
-    const float *q = s->q + first * s->padded;
     for (int64_t j0 = 0; j0 < n; j0 += LANES) {
-        vec part[TILE][LANES];
-        int64_t live = n - j0 < LANES ? n - j0 : LANES;
-        for (int64_t j = 0; j < live; j++) {
-            const char *key = k + (j0 + j) * stride * bytes_of(dtype);
-            vec sum[TILE] = {{0}};
-#if defined(__AVX512BF16__)
-            if (dtype == BF16 && vectors % 2 == 0) {
-                const uint16_t *raw = s->q_raw + first * s->padded;
-                for (int64_t c = 0; c < vectors / 2; c++) {
-                    __m512bh x = (__m512bh)_mm512_loadu_si512(key + 64 * c);
-                    for (int r = 0; r < rows; r++) {
-                        __m512bh y = (__m512bh)_mm512_loadu_si512(raw + r * s->padded + 32 * c);
-                        sum[r] = (vec)_mm512_dpbf16_ps((__m512)sum[r], x, y);
-                    }
-                }
-            } else
-#endif
-            for (int64_t c = 0; c < vectors; c++) {
-                vec x = load(key + c * LANES * bytes_of(dtype), dtype);
-                for (int r = 0; r < rows; r++) sum[r] += x * *(const loose_vec *)(q + r * s->padded + c * LANES);
+        vec quarters[TILE][4] = {{{0}}};
+        for (int64_t i = 0; i < 4 && j0 + 4 * i < n; i++) {
+            vec sum[4][TILE] = {{{0}}};
+            for (int j = 0; j < 4; j++) {
+                int64_t at = j0 + 4 * i + j < n ? j0 + 4 * i + j : n - 1;
+                dot_lanes(sum[j], s, first, k + at * stride * bytes_of(dtype), vectors, rows, dtype);
             }
-            for (int r = 0; r < rows; r++) part[r][j] = sum[r];
+            for (int r = 0; r < rows; r++)
+                quarters[r][i] = sum_into_quarters(sum[0][r], sum[1][r], sum[2][r], sum[3][r]);
         }
-        for (int64_t j = live; j < LANES; j++)
-            for (int r = 0; r < rows; r++) part[r][j] = (vec){0};
-        for (int r = 0; r < rows; r++) *(loose_vec *)(s->scores + (first + r) * BLOCK + j0) = sum_lanes(part[r]);
+        for (int r = 0; r < rows; r++) *(loose_vec *)(s->scores + (first + r) * BLOCK + j0) = sum_quarters(quarters[r]);
     }
 }
 
@@ -97,7 +104,7 @@ TEMPLATE void mix_rows(const State *s, int64_t first, const char *v, int64_t str
         for (int c = 0; c < columns; c++) *(loose_vec *)(acc + r * s->padded + c * LANES) = sum[r][c];
 }
 
-// Dot products of one row and block -> scores to the base 2: scaled, capped.
+// Dot products of one row and block -> scores to the base 2: scaled, capped; -inf from n to the end of the vector.
 static void scale_row(State *s, int64_t row, int64_t n, float scale, float softcap) {
     const float log2_e = 1.44269504f;
     float *score = s->scores + row * BLOCK;
@@ -105,29 +112,33 @@ static void scale_row(State *s, int64_t row, int64_t n, float scale, float softc
         for (int64_t j = 0; j < n; j++) score[j] = softcap * log2_e * tanhf(score[j] * scale / softcap);
     else
         for (int64_t j = 0; j < n; j += LANES) *(loose_vec *)(score + j) *= scale * log2_e;
+    for (int64_t j = n; j % LANES; j++) score[j] = -INFINITY;
+}
+
+static void raise_top(State *s, int64_t row, float top) {
+    float *acc = s->acc + row * s->padded, shrink = s->top[row] == -INFINITY ? 0.0f : exp2f(s->top[row] - top);
+    for (int64_t c = 0; c < s->padded; c += LANES) *(loose_vec *)(acc + c) *= shrink;
+    *(loose_vec *)(s->sums + row * LANES) *= shrink;
+    s->top[row] = top;
 }
 
 // Scores of one row and block -> weights 2^(score - top) with the running maximum; earlier sums are rescaled.
 static void soften(State *s, int64_t row, int64_t n) {
-    float *score = s->scores + row * BLOCK, *acc = s->acc + row * s->padded;
-    for (int64_t j = n; j % LANES; j++) score[j] = -INFINITY;
-    vec highest = {0}, total = {0};
-    highest += s->top[row];
-    for (int64_t j = 0; j < n; j += LANES) highest = larger(*(loose_vec *)(score + j), highest);
-    float top = fold(highest, 1);
-    if (top > s->top[row]) {
-        float shrink = s->top[row] == -INFINITY ? 0.0f : exp2f(s->top[row] - top);
-        for (int64_t c = 0; c < s->padded; c++) acc[c] *= shrink;
-        s->sum[row] *= shrink;
-        s->top[row] = top;
+    float *score = s->scores + row * BLOCK;
+    vec highest = *(loose_vec *)score;
+    for (int64_t j = LANES; j < n; j += LANES) highest = larger(*(loose_vec *)(score + j), highest);
+    if (any_above(highest, s->top[row])) {
+        float top = fold(highest, 1);
+        if (top > s->top[row]) raise_top(s, row, top);
     }
-    float base = top == -INFINITY ? 0.0f : top;  // nothing seen yet: -inf - 0 gives the weight 0
+    float base = s->top[row] == -INFINITY ? 0.0f : s->top[row];  // nothing seen yet: -inf - 0 gives the weight 0
+    vec sum = *(loose_vec *)(s->sums + row * LANES);
     for (int64_t j = 0; j < n; j += LANES) {
         vec weight = power_of_two(*(loose_vec *)(score + j) - base);
         *(loose_vec *)(score + j) = weight;
-        total += weight;
+        sum += weight;
     }
-    s->sum[row] += fold(total, 0);
+    *(loose_vec *)(s->sums + row * LANES) = sum;
 }
 
 TEMPLATE void dot_tile(const State *s, int64_t first, const char *k, int64_t stride, int64_t n, const int rows,
@@ -150,14 +161,14 @@ TEMPLATE void mix_tile(const State *s, int64_t first, const char *v, int64_t str
         case 3: function(s, r, p, stride, n, 3, dtype); break; \
         default: function(s, r, p, stride, n, 4, dtype); \
     }
+#define EACH_DTYPE(function) \
+    if (dtype == F32) EACH_TILE(function, F32) \
+    else if (dtype == BF16) EACH_TILE(function, BF16) \
+    else EACH_TILE(function, F16)
 
-static void dot(const State *s, const char *p, int64_t stride, int64_t n, int64_t dtype) {
-    if (dtype == F32) EACH_TILE(dot_tile, F32) else if (dtype == BF16) EACH_TILE(dot_tile, BF16) else EACH_TILE(dot_tile, F16)
-}
+static void dot(const State *s, const char *p, int64_t stride, int64_t n, int64_t dtype) { EACH_DTYPE(dot_tile) }
 
-static void mix(const State *s, const char *p, int64_t stride, int64_t n, int64_t dtype) {
-    if (dtype == F32) EACH_TILE(mix_tile, F32) else if (dtype == BF16) EACH_TILE(mix_tile, BF16) else EACH_TILE(mix_tile, F16)
-}
+static void mix(const State *s, const char *p, int64_t stride, int64_t n, int64_t dtype) { EACH_DTYPE(mix_tile) }
 
 // ------------------------------------------------------------------------------------------------- one pair of heads
 
@@ -173,8 +184,8 @@ static void begin(const Call *c, State *s, int64_t b, int64_t h) {
         load_row(s->q + r * s->padded, q, c->width, s->padded, c->dtype);
         if (c->dtype == BF16) memcpy(s->q_raw + r * s->padded, q, (size_t)c->width * 2);
         s->top[r] = -INFINITY;
-        s->sum[r] = 0;
     }
+    memset(s->sums, 0, sizeof(float) * (size_t)(s->rows * LANES));
     memset(s->acc, 0, sizeof(float) * (size_t)(s->rows * s->padded));
 }
 
@@ -217,7 +228,7 @@ static void read_keys(const Call *c, State *s, int64_t b, const char *k, int64_t
 static void finish(const Call *c, const State *s, int64_t b, int64_t h) {
     for (int64_t r = 0; r < s->rows; r++) {
         int64_t g = r / c->steps, t = r % c->steps, head = h * c->group + g;
-        float sum = s->sum[r], share = sum == 0 ? 0.0f : 1.0f / sum;
+        float sum = fold(*(loose_vec *)(s->sums + r * LANES), 0), share = sum == 0 ? 0.0f : 1.0f / sum;
         char *out = c->out + (b * c->out_b + head * c->out_h + t * c->out_t) * bytes_of(c->dtype);
         store_row(out, s->acc + r * s->padded, share, c->width, c->dtype);
         if (c->lse)
@@ -250,7 +261,7 @@ static void read_pair(const Call *c, State *s, int64_t b, int64_t h, int64_t fro
     }
 }
 
-// ---------------------------------------------------------------------------------------------------- shares of threads
+// --------------------------------------------------------------------------------------------------- shares of threads
 
 // Part of a pair that one thread has read: pair, then top, sum and acc of every row. -1: unused.
 typedef struct { int64_t pair; float *values; } Part;
@@ -268,7 +279,7 @@ static void lay_out(State *s, float *memory, int64_t rows, int64_t padded) {
     s->v_wide = s->k_wide + BLOCK * padded;
     s->q_raw = (uint16_t *)(s->v_wide + BLOCK * padded);
     s->top = s->v_wide + BLOCK * padded + rows * padded;
-    s->sum = s->top + rows * LANES;
+    s->sums = s->top + rows * LANES;
 }
 
 static void read_share(const Call *c, State *s, Part *parts, int64_t lo, int64_t hi) {
@@ -286,20 +297,23 @@ static void read_share(const Call *c, State *s, Part *parts, int64_t lo, int64_t
         Part *part = parts + (from == 0);  // a share begins inside at most one pair and ends inside at most one
         part->pair = pair;
         memcpy(part->values, s->top, sizeof(float) * (size_t)s->rows);
-        memcpy(part->values + s->rows, s->sum, sizeof(float) * (size_t)s->rows);
-        memcpy(part->values + 2 * s->rows, s->acc, sizeof(float) * (size_t)(s->rows * s->padded));
+        memcpy(part->values + s->rows, s->sums, sizeof(float) * (size_t)(s->rows * LANES));
+        memcpy(part->values + s->rows * (1 + LANES), s->acc, sizeof(float) * (size_t)(s->rows * s->padded));
     }
 }
 
+static void add_scaled(float *to, float keep, const float *from, float take, int64_t n) {
+    for (int64_t i = 0; i < n; i++) to[i] = to[i] * keep + from[i] * take;
+}
+
 static void add_part(State *s, const float *values) {
+    const float *sums = values + s->rows, *acc = sums + s->rows * LANES;
     for (int64_t r = 0; r < s->rows; r++) {
         float there = values[r], here = s->top[r], top = there > here ? there : here;
-        if (there == -INFINITY) continue;
         float keep = here == -INFINITY ? 0.0f : exp2f(here - top), take = exp2f(there - top);
-        for (int64_t d = 0; d < s->padded; d++)
-            s->acc[r * s->padded + d] = s->acc[r * s->padded + d] * keep +
-                                        values[2 * s->rows + r * s->padded + d] * take;
-        s->sum[r] = s->sum[r] * keep + values[s->rows + r] * take;
+        if (there == -INFINITY) keep = 1.0f, take = 0.0f;
+        add_scaled(s->sums + r * LANES, keep, sums + r * LANES, take, LANES);
+        add_scaled(s->acc + r * s->padded, keep, acc + r * s->padded, take, s->padded);
         s->top[r] = top;
     }
 }
@@ -339,7 +353,7 @@ int longspan_ragged_attend(const Call *c) {
     if (total < 0) return 1;
     // Waking a team costs some microseconds: a share must be worth that. The team is always torch's whole team.
     int64_t threads = total * c->width * rows < 1 << 17 ? 1 : c->threads;
-    size_t state = state_floats(rows, padded), part = (size_t)(rows * (padded + 2) + LANES) / LANES * LANES;
+    size_t state = state_floats(rows, padded), part = (size_t)(rows * (padded + 2 * LANES));
     float *memory = aligned_alloc(64, sizeof(float) * (size_t)threads * (state + 2 * part));
     Part *parts = malloc(sizeof(Part) * 2 * (size_t)threads);
     if (!memory || !parts) {

@@ -159,27 +159,27 @@ class Ragged(NamedTuple):
         """Raise ValueError unless the shapes fit together."""
         q, k, v, offsets, rows = self.q, self.k_flat, self.v_flat, self.offsets, self.rows
         assert k is not None and v is not None and offsets is not None
+        q_shape, k_shape, ends = q.shape, k.shape, offsets.shape  # asked once: this runs for every layer and token
         if not (
-            q.ndim == 4
-            and k.ndim == 2
-            and k.shape == v.shape
-            and k.shape[1] == q.shape[3]
-            and k.dtype == v.dtype == q.dtype
+            len(q_shape) == 4
+            and len(k_shape) == 2
+            and k_shape == v.shape
+            and k_shape[1] == q_shape[3]
+            and k.dtype is v.dtype is q.dtype
             and self.kv_heads > 0
-            and q.shape[1] % self.kv_heads == 0
+            and q_shape[1] % self.kv_heads == 0
         ):
             raise ValueError(
                 "expected q (B,Hq,T,D) and flat k, v (N,D) of one dtype with Hq a multiple of the key heads, got "
                 f"q {q.dtype} {tuple(q.shape)}, k {k.dtype} {tuple(k.shape)}, v {v.dtype} {tuple(v.shape)}, "
                 f"{self.kv_heads} key heads"
             )
-        segments = offsets.shape[0] - 1
         if (
-            offsets.ndim != 1
-            or offsets.dtype != torch.int64
-            or segments % self.kv_heads
-            or (rows is None and segments != q.shape[0] * self.kv_heads)
-            or (rows is not None and (rows.shape != q.shape[:1] or rows.dtype != torch.int64))
+            len(ends) != 1
+            or offsets.dtype is not torch.int64
+            or (rows is None and ends[0] - 1 != q_shape[0] * self.kv_heads)
+            or (rows is not None and (rows.shape != q_shape[:1] or rows.dtype is not torch.int64))
+            or (ends[0] - 1) % self.kv_heads
         ):
             raise ValueError(
                 f"expected int64 offsets (rows * {self.kv_heads} + 1) with rows = {q.shape[0]} or int64 row pointers "

@@ -1,4 +1,4 @@
-// Sixteen floats as one vector on every machine: loads from float32, bfloat16 and float16, stores, sums over lanes, 2^x.
+// Sixteen floats as one vector on every machine: loads and stores of three number formats, sums over lanes, 2^x.
 //
 // Vector extensions of GCC (12 on) and Clang; the compiler lowers them to whatever registers the processor has.
 // Constant arguments of always-inlined functions (TEMPLATE) play the part of templates.
@@ -116,22 +116,22 @@ static inline void store_row(char *to, const float *from, float factor, int64_t 
     for (; i < n; i++) store_one(to + i * bytes_of(dtype), from[i] * factor, dtype);
 }
 
-// Lane j of the result is the sum over the lanes of x[j].
-TEMPLATE vec sum_lanes(const vec *x) {
-    vec quads[4];
-    for (int i = 0; i < 4; i++) {
-        vec a = x[4 * i], b = x[4 * i + 1], c = x[4 * i + 2], d = x[4 * i + 3];
-        vec ab = SHUFFLE(a, b, 0, 16, 1, 17, 4, 20, 5, 21, 8, 24, 9, 25, 12, 28, 13, 29) +
-                 SHUFFLE(a, b, 2, 18, 3, 19, 6, 22, 7, 23, 10, 26, 11, 27, 14, 30, 15, 31);
-        vec cd = SHUFFLE(c, d, 0, 16, 1, 17, 4, 20, 5, 21, 8, 24, 9, 25, 12, 28, 13, 29) +
-                 SHUFFLE(c, d, 2, 18, 3, 19, 6, 22, 7, 23, 10, 26, 11, 27, 14, 30, 15, 31);
-        quads[i] = SHUFFLE(ab, cd, 0, 1, 16, 17, 4, 5, 20, 21, 8, 9, 24, 25, 12, 13, 28, 29) +
-                   SHUFFLE(ab, cd, 2, 3, 18, 19, 6, 7, 22, 23, 10, 11, 26, 27, 14, 15, 30, 31);
-    }
-    vec low = SHUFFLE(quads[0], quads[1], 0, 1, 2, 3, 4, 5, 6, 7, 16, 17, 18, 19, 20, 21, 22, 23) +
-              SHUFFLE(quads[0], quads[1], 8, 9, 10, 11, 12, 13, 14, 15, 24, 25, 26, 27, 28, 29, 30, 31);
-    vec high = SHUFFLE(quads[2], quads[3], 0, 1, 2, 3, 4, 5, 6, 7, 16, 17, 18, 19, 20, 21, 22, 23) +
-               SHUFFLE(quads[2], quads[3], 8, 9, 10, 11, 12, 13, 14, 15, 24, 25, 26, 27, 28, 29, 30, 31);
+// Every quarter of the result holds the sums of a, b, c, d over that quarter: half of the way to `sum_quarters`.
+TEMPLATE vec sum_into_quarters(vec a, vec b, vec c, vec d) {
+    vec ab = SHUFFLE(a, b, 0, 16, 1, 17, 4, 20, 5, 21, 8, 24, 9, 25, 12, 28, 13, 29) +
+             SHUFFLE(a, b, 2, 18, 3, 19, 6, 22, 7, 23, 10, 26, 11, 27, 14, 30, 15, 31);
+    vec cd = SHUFFLE(c, d, 0, 16, 1, 17, 4, 20, 5, 21, 8, 24, 9, 25, 12, 28, 13, 29) +
+             SHUFFLE(c, d, 2, 18, 3, 19, 6, 22, 7, 23, 10, 26, 11, 27, 14, 30, 15, 31);
+    return SHUFFLE(ab, cd, 0, 1, 16, 17, 4, 5, 20, 21, 8, 9, 24, 25, 12, 13, 28, 29) +
+           SHUFFLE(ab, cd, 2, 3, 18, 19, 6, 7, 22, 23, 10, 11, 26, 27, 14, 15, 30, 31);
+}
+
+// Quarter i of the result is the sum of the quarters of x[i].
+TEMPLATE vec sum_quarters(const vec *x) {
+    vec low = SHUFFLE(x[0], x[1], 0, 1, 2, 3, 4, 5, 6, 7, 16, 17, 18, 19, 20, 21, 22, 23) +
+              SHUFFLE(x[0], x[1], 8, 9, 10, 11, 12, 13, 14, 15, 24, 25, 26, 27, 28, 29, 30, 31);
+    vec high = SHUFFLE(x[2], x[3], 0, 1, 2, 3, 4, 5, 6, 7, 16, 17, 18, 19, 20, 21, 22, 23) +
+               SHUFFLE(x[2], x[3], 8, 9, 10, 11, 12, 13, 14, 15, 24, 25, 26, 27, 28, 29, 30, 31);
     return SHUFFLE(low, high, 0, 1, 2, 3, 8, 9, 10, 11, 16, 17, 18, 19, 24, 25, 26, 27) +
            SHUFFLE(low, high, 4, 5, 6, 7, 12, 13, 14, 15, 20, 21, 22, 23, 28, 29, 30, 31);
 }
@@ -152,8 +152,22 @@ TEMPLATE vec power_of_two(vec x) {
 }
 
 TEMPLATE vec larger(vec a, vec b) {
+#if defined(__AVX512F__)
+    return (vec)_mm512_max_ps((__m512)a, (__m512)b);
+#else
     ivec first = a > b;
     return (vec)(((ivec)a & first) | ((ivec)b & ~first));
+#endif
+}
+
+// Whether a lane of x is above the limit; may say yes wrongly where asking costs more than the answer saves.
+TEMPLATE int any_above(vec x, float limit) {
+#if defined(__AVX512F__)
+    return _mm512_cmp_ps_mask((__m512)x, _mm512_set1_ps(limit), _CMP_GT_OQ) != 0;
+#else
+    (void)x, (void)limit;
+    return 1;
+#endif
 }
 
 // The lanes of x folded to one number by + or by the maximum.

@@ -72,7 +72,7 @@ def plain_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale:
     if mask is not None and mask.dim() == 4:
         return attend(q, k, v, scale=scale, causal=False, mask=mask[..., -S:], softcap=softcap, return_lse=False)[0]
     allowed = None
-    if window is not None and S > window:
+    if window is not None and window < S:
         rows = torch.arange(S - T, S, device=q.device)[:, None]
         allowed = (rows - torch.arange(S, device=q.device) < window)[None, None]
     if mask is not None:

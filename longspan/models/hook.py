@@ -37,7 +37,7 @@ IMPLEMENTATION = "longspan"
 _modules: weakref.WeakKeyDictionary[nn.Module, _Attached] = weakref.WeakKeyDictionary()
 
 
-def attention_function(module: nn.Module, q: Tensor, k: Tensor, v: Tensor, attention_mask: Tensor | None,
+def attention_function(module: Any, q: Tensor, k: Tensor, v: Tensor, attention_mask: Tensor | None,
                        scaling: float | None = None, position_ids: Tensor | None = None,
                        sliding_window: int | None = None, softcap: float | None = None,
                        **kwargs: Any) -> tuple[Tensor, None]:
@@ -133,7 +133,7 @@ class _Attached:
             hook = self.parts.attention(i).register_forward_pre_hook(self._capture_hidden, with_kwargs=True)
             self.undo.append(hook.remove)
 
-    def _switch_configs(self, model: nn.Module) -> None:
+    def _switch_configs(self, model: Any) -> None:
         for config in {id(c): c for m in model.modules() if (c := getattr(m, "config", None)) is not None}.values():
             if hasattr(config, "_attn_implementation_internal"):
                 _hold(config)
@@ -144,7 +144,7 @@ class _Attached:
             raise Refused(f"{type(model).__name__} can't switch its attention function; expected a transformers class "
                           "that calls ALL_ATTENTION_FUNCTIONS, such as LlamaForCausalLM.")
 
-    def _wrap_generate(self, model: nn.Module) -> None:
+    def _wrap_generate(self, model: Any) -> None:
         """Learn the prompt's length, which the cache needs to know where the prompt ends."""
         if not hasattr(model, "generate"):
             return
@@ -216,7 +216,7 @@ class _Attached:
                 self.running.pop(thread, None)
             self.idle.notify_all()
 
-    def _capture_hidden(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
+    def _capture_hidden(self, module: Any, args: tuple, kwargs: dict[str, Any]) -> None:
         if module in _modules:
             found = kwargs["hidden_states"] if "hidden_states" in kwargs else args[0]
             self.hidden[threading.get_ident(), module.layer_idx] = found
@@ -263,11 +263,11 @@ def _prompt_of(given: dict[str, Any]) -> Prompt | None:
 
 def cache_keyword(module: nn.Module) -> str:
     """The name under which a decoder's forward takes its cache; it differs between versions of transformers."""
-    return _cache_keyword(type(module))
+    return _cache_keyword(type(module))  # type: ignore[arg-type]
 
 
 @functools.lru_cache(maxsize=64)
-def _cache_keyword(cls: type[nn.Module]) -> str:
+def _cache_keyword(cls: Any) -> str:
     return "cache" if "cache" in inspect.signature(cls.forward).parameters else "past_key_values"
 
 

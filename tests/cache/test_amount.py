@@ -23,10 +23,11 @@ def test_reads(text, value, unit):
 
 @pytest.mark.parametrize(("text", "words"), [
     (0, "a fraction lies in (0, 1]"), (-0.1, "a fraction lies in (0, 1]"), (512, 'did you mean "512 tokens"'),
-    (1.5, 'did you mean "1 tokens"'), (math.nan, "a fraction lies in"), (math.inf, "a fraction lies in"), (True, "expected a fraction"),
-    (None, "expected a fraction"), ("", "expected a fraction"), ("lots", "expected a fraction"), ("-3 tokens", "expected a fraction"),
-    ("0 tokens", "must be positive"), ("0 MiB", "must be positive"), ("2.5 tokens", 'did you mean "2 tokens"'),
-    ("0.2 tokens", 'did you mean "1 tokens"'), ("5 lightyears", "unknown unit 'lightyears'"), ("512", 'did you mean "512 tokens"'),
+    (1.5, 'did you mean "1 tokens"'), (math.nan, "a fraction lies in"), (math.inf, "a fraction lies in"),
+    (True, "expected a fraction"), (None, "expected a fraction"), ("", "expected a fraction"), ("lots", "expected a fraction"),
+    ("-3 tokens", "expected a fraction"), ("0 tokens", "must be positive"), ("0 MiB", "must be positive"),
+    ("2.5 tokens", 'did you mean "2 tokens"'), ("0.2 tokens", 'did you mean "1 tokens"'),
+    ("5 lightyears", "unknown unit 'lightyears'"), ("512", 'did you mean "512 tokens"'),
     ("9" * 400 + " tokens", "no larger than any memory"), ("1 2", "expected a fraction"), (b"0.2", "expected a fraction"),
 ])
 def test_refuses(text, words):
@@ -37,8 +38,8 @@ def test_refuses(text, words):
 
 
 @pytest.mark.parametrize(("amount", "length", "kept"), [
-    (0.2, 100, 20), (0.29, 100, 29), (0.57, 100, 57), (0.5, 7, 3), (1.0, 7, 7), (0.1, 9, 0), ("5 tokens", 9, 5), ("50 tokens", 9, 9),
-    ("100 B", 9, 6), ("1 KiB", 9, 9), ("15 B", 9, 0),
+    (0.2, 100, 20), (0.29, 100, 29), (0.57, 100, 57), (0.5, 7, 3), (1.0, 7, 7), (0.1, 9, 0), ("5 tokens", 9, 5),
+    ("50 tokens", 9, 9), ("100 B", 9, 6), ("1 KiB", 9, 9), ("15 B", 9, 0),
 ])
 def test_tokens(amount, length, kept):
     """Floor of the fraction, never more than there is; 16 bytes a token."""

@@ -66,7 +66,7 @@ def test_rows_are_no_ops_one_by_one():
 def test_a_budget_below_what_is_protected_is_refused_with_both_numbers():
     with pytest.raises(Refused, match=r"budget of 5 tokens .* smaller than the 8 tokens that snapkv\(window=8\)"):
         policy(SnapKV(window=8), "5 tokens").plan(random_context(20))
-    with pytest.raises(Refused, match="budget of 0 tokens .* smaller than the 1 tokens"):
+    with pytest.raises(Refused, match=r"budget of 0 tokens .* smaller than the 1 tokens"):
         policy(H2O(), 0.01).plan(random_context(20))
     with pytest.raises(Refused, match="budget of 3 tokens"):
         policy(CriticalKV(base=StreamingLLM(n_sink=6)), AdaKV(budget="3 tokens")).plan(random_context(20))
@@ -160,7 +160,8 @@ def test_ragged_budgets_and_equal_length_stores_exclude_each_other():
 
 @pytest.mark.parametrize("text", [
     "knorm(budget=0.2)", 'knorm(budget="512 tokens")', "snapkv(window=4, budget=0.5)", "h2o(recent=0.25) @ adakv(budget=0.5)",
-    "criticalkv(base=snapkv(window=8)) @ adakv(alpha=0.1)", "snapkv(budget=0.2, store=quantised(bits=4), schedule=every(steps=64))",
+    "criticalkv(base=snapkv(window=8)) @ adakv(alpha=0.1)",
+    "snapkv(budget=0.2, store=quantised(bits=4), schedule=every(steps=64))",
     "tova(store=ragged, schedule=per-chunk) @ pyramid(budget=0.5)", "full(budget=1.0, store=quantised)"])
 def test_policies_are_written_as_they_are_read(text):
     recipe = Recipe.parse(text)
@@ -195,8 +196,8 @@ def test_cuts(schedule, start, stop, prompt, cuts):
 @pytest.mark.parametrize("schedule", [AtPrompt(), Every(steps=3), PerChunk(size=4)])
 def test_cuts_do_not_depend_on_how_the_text_arrives(schedule):
     whole = schedule.cuts(0, 40, 25)
-    assert sum((schedule.cuts(i, i + 1, 25) for i in range(40)), []) == whole
-    assert sum((schedule.cuts(i, min(40, i + 7), 25) for i in range(0, 40, 7)), []) == whole
+    for size in (1, 7):
+        assert [c for i in range(0, 40, size) for c in schedule.cuts(i, min(40, i + size), 25)] == whole
 
 
 @pytest.mark.parametrize("schedule", [AtPrompt(), Every(steps=3), PerChunk(size=4)])

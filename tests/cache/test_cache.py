@@ -59,6 +59,16 @@ def test_positions_go_on_where_the_text_ended(model):
     assert seen[1:] == [[[20]], [[21]], [[22]]]
 
 
+def test_position_ids_may_be_counted_up_in_place(model):
+    ids, position = tiny_ids(1, 100), torch.tensor([[20]])
+    with Recipe.parse("full").on(model) as run:
+        cache = read(run, model, ids[:, :20], 20)
+        for t in range(20, 100):
+            model(ids[:, t : t + 1], position_ids=position, past_key_values=cache)
+            position += 1
+        assert all(layer.store.view().positions[0, 0].tolist() == list(range(100)) for layer in cache.policy_layers)
+
+
 def test_rows_repeat_and_are_picked(model):
     ids = tiny_ids(3, 20)
     for text in ("knorm(budget=0.5)", "h2o @ adakv(budget=0.5)"):

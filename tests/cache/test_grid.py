@@ -19,7 +19,8 @@ from longspan.registry import Refused, card, cards
 SIZES = {"window": 4, "n_sink": 2, "n_future": 8, "group": 8}
 PROMPT, LENGTH = 24, 33
 PIECES = [PROMPT, 1, 4, 3, 1]
-SPANS = {"documents": [(0, 10), (10, 18)], "shots": [(0, 6), (6, 12), (12, 18)], "turns": [(0, 12), (12, 18)], "question": [(18, 24)]}
+SPANS = {"documents": [(0, 10), (10, 18)], "shots": [(0, 6), (6, 12), (12, 18)], "turns": [(0, 12), (12, 18)],
+         "question": [(18, 24)]}
 
 
 def names(kind):

@@ -385,7 +385,10 @@ def test_pyramid_of_one_layer_keeps_the_mean():
     assert (kept_by(Pyramid(budget=0.3), scores, n_layers=1).sum(-1) == 12).all()
 
 
-@pytest.mark.parametrize("name", [c.name for c in cards(kind="budget") if c.module.startswith("longspan") and not c.can("profile")])
+BUDGETS = [c.name for c in cards(kind="budget") if c.module.startswith("longspan") and not c.can("profile")]
+
+
+@pytest.mark.parametrize("name", BUDGETS)
 def test_budgets_never_change_the_order_within_a_head(name):
     """In every head each kept score is at least as high as each dropped one, and pads are never kept."""
     x = random_context(30, rows=2, pads=PADS, heads=8, kv_heads=4, layer=1, n_layers=3)

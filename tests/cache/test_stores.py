@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -184,7 +186,7 @@ def test_buffer_grows_in_proportion_and_then_by_a_fixed_step():
         if not sizes or sizes[-1] != buffer.k.shape[2]:
             sizes.append(buffer.k.shape[2])
     assert sizes[:3] == [1, 18, 35]
-    assert max(b - a for a, b in zip(sizes, sizes[1:])) == 257
+    assert max(b - a for a, b in itertools.pairwise(sizes)) == 257
     assert buffer.all_positions()[0, 0].tolist() == list(range(3000))
 
 

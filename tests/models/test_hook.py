@@ -16,7 +16,7 @@ from transformers import DynamicCache, QuantizedCache, StaticCache
 
 from longspan.models import hook
 from longspan.models.hook import Prompt, attached, cache_keyword
-from longspan.recipe import Recipe, per_row
+from longspan.recipe import Recipe
 from longspan.registry import Refused
 
 FULL, HALF = Recipe.parse("full"), Recipe.parse("h2o(budget=0.5)")
@@ -278,7 +278,7 @@ def test_generate_tells_the_prompt(model):
         model(ids)
         assert [p.length if p else None for p in told] == [7, 5, None]
         assert torch.equal(told[0].ids, ids) and told[1].ids is None
-        assert list(inspect.signature(model.generate).parameters)[0] == "inputs"
+        assert next(iter(inspect.signature(model.generate).parameters)) == "inputs"
     assert Prompt(None, 3).spans == {}
 
 
@@ -322,7 +322,7 @@ def test_other_caches_are_refused(model, make, monkeypatch):
     monkeypatch.setattr(QuantizedCache, "get_seq_length", lambda self, layer_idx=0: 0)
     monkeypatch.setattr(torch, "Stream", lambda *a: None)
     cache = make(model)
-    with HALF.on(model), pytest.raises(Refused, match="was not made by this recipe|offloaded cache"):
+    with HALF.on(model), pytest.raises(Refused, match=r"was not made by this recipe|offloaded cache"):
         model(tiny_ids(1, 4), past_key_values=cache)
 
 

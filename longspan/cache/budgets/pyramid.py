@@ -19,7 +19,7 @@ class Pyramid(Budget):
 
     def keep(self, scores: Float[Tensor, "B H S"], x: LayerContext) -> Bool[Tensor, "B H S"]:
         counts = [self.layer_tokens(int(b), int(n), x) for b, n in zip(self.tokens(x), x.seen)]
-        budget: Int[Tensor, "B"] = torch.tensor(counts, device=scores.device)
+        budget: Int[Tensor, " B"] = torch.tensor(counts, device=scores.device)
         return top_mask(scores, budget[:, None].expand(scores.shape[:2]))
 
     def layer_tokens(self, mean: int, length: int, x: LayerContext) -> int:

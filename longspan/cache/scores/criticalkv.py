@@ -21,7 +21,8 @@ from longspan.registry import Refused, knob, method
 class CriticalKV(Score):
     """``criticalkv(base=snapkv()) @ adakv`` is the paper's CriticalAdaKV."""
 
-    base: Score = knob(kind="score", default_factory=SnapKV, help="the score that is refined")
+    base: Score = knob(kind="score", default_factory=SnapKV,  # type: ignore[arg-type]
+                       help="the score that is refined")
     fixed: float = knob(0.5, "share of the budget that the base score fixes alone", low=0.0, high=1.0)
     epsilon: float = knob(1e-4, "added to the base score before the norm", low=0.0)
 

@@ -70,7 +70,7 @@ class QuantisedLayer(RaggedLayer):
             "v_codes": pack_codes(v_codes, self.bits), "v_low": v_low, "v_step": v_step,
         }
 
-    def _runs(self) -> tuple[Int[Tensor, "N"], int]:
+    def _runs(self) -> tuple[Int[Tensor, " N"], int]:
         """For every entry the number of its run of `group` tokens, and how many runs there are."""
         assert self.offsets is not None
         counts = self.offsets.diff()

@@ -24,9 +24,9 @@ class RaggedLayer(LayerStore):
         super().__init__()
         self.k: Tensor | None = None
         self.v: Tensor | None = None
-        self.positions: Int[Tensor, "N"] | None = None
-        self.offsets: Int[Tensor, "BH1"] | None = None
-        self.rows: Int[Tensor, "B"] | None = None
+        self.positions: Int[Tensor, " N"] | None = None
+        self.offsets: Int[Tensor, " BH1"] | None = None
+        self.rows: Int[Tensor, " B"] | None = None
         self.heads = 0
 
     @property
@@ -48,7 +48,7 @@ class RaggedLayer(LayerStore):
         past = attend_ragged(q, k, v, self.offsets, scale=scale, softcap=softcap, rows=self.rows, kv_heads=self.heads,
                              positions=self.positions, q_positions=positions.long(), window=window)
         own = attend_buffer(tail, q, positions, scale, window, softcap, return_lse=True)
-        return merge([past, own])[0]
+        return merge([past, own])[0]  # type: ignore[list-item]
 
     def flat(self) -> tuple[Tensor, Tensor]:
         """The prefix's keys and values, (N,D) each."""
