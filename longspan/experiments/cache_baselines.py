@@ -29,7 +29,7 @@ KNOBS = {
 }
 SIZES: dict[str, dict[str, Any]] = {
     "smoke": {"lengths": [512], "tuning": 1, "examples": 2, "seeds": [1]},
-    "small": {"lengths": [1024, 2048], "tuning": 6, "examples": 16, "seeds": [1]},
+    "small": {"lengths": [1024], "tuning": 8, "examples": 24, "seeds": [1]},
     "paper": {"lengths": [4096], "tuning": 50, "examples": 500, "seeds": [42]},
 }
 TUNING_SEED = 1000
