@@ -193,7 +193,7 @@ class Run:
         rows = self._rows(prompt)
         windows = [self.parts.window(i) if self._stock(i, prompt) else None for i in range(self.parts.n_layers)]
         self.cache = RecipeCache(rows, self.parts.n_layers, windows, prompt)
-        self._caches.add(self.cache)
+        self._take(self.cache)
         return self.cache
 
     def _rows(self, prompt: Prompt | None) -> list[Rows]:
@@ -220,8 +220,12 @@ class Run:
     def adopt(self, cache: RecipeCache) -> None:
         """Go on with a cache made in an earlier run of the same recipes."""
         cache.active = True
-        self._caches.add(cache)
+        self._take(cache)
         self.cache = cache
+
+    def _take(self, cache: RecipeCache) -> None:
+        self._caches.add(cache)
+        cache.kin = self._caches
 
     def attend(self, call: LayerCall) -> Float[Tensor, "B Hq T D"]:
         if call.store is not None:

@@ -6,6 +6,8 @@ is shorter than the prompt already evict; they stay with transformers' own cache
 
 from __future__ import annotations
 
+import copy
+import weakref
 from dataclasses import dataclass, field, fields
 from typing import Any
 
@@ -46,6 +48,7 @@ class Achieved:
     cache_bytes: int = 0
     """Right after the last compression (now, if there was none)."""
     full_bytes: int = 0
+    """What all of it takes uncompressed: keys and values in the model's dtype, and the positions."""
     compressions: int = 0
     density: float = 1.0
     """Share of causal query-key pairs computed while reading the prompt."""
@@ -77,8 +80,11 @@ class RecipeCache(Cache):
         self.rows = rows
         self.policies = [r.policy for r in rows if r.policy is not None]
         self.n_layers = n_layers
+        self.windows = windows
         self.prompt = prompt
         self.active = True
+        self.kin: weakref.WeakSet[RecipeCache] = weakref.WeakSet([self])
+        """Caches of the same run, which deep copies join."""
         self.needs_hidden = any(p.score.can("hidden-states") for p in self.policies)
         self.store_method = _one({p.store for p in self.policies}, "store")
         self.schedule: Schedule = _one({p.schedule for p in self.policies}, "schedule") or AtPrompt()
@@ -175,6 +181,19 @@ class RecipeCache(Cache):
         super().reset()
         self.prompt = None
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> RecipeCache:
+        """A cache of its own that goes on from here: what transformers' users do to reuse a prompt."""
+        twin = RecipeCache(self.rows, self.n_layers, self.windows, self.prompt)
+        twin.active, twin.kin = self.active, self.kin
+        self.kin.add(twin)
+        for layer, own in zip(self.layers, twin.layers):
+            if isinstance(layer, PolicyLayer):
+                own.restore(copy.deepcopy(layer.snapshot(), memo))
+                own.facts, own.token_bytes, own.is_initialized = layer.facts, layer.token_bytes, layer.is_initialized
+            else:
+                own.__dict__.update(copy.deepcopy(layer.__dict__, memo))
+        return twin
+
     def snapshot(self) -> list[Any]:
         """A point to come back to, whatever is read or evicted in between. Costs no copy of keys and values."""
         # A sliding layer of transformers replaces its tensors, never writes into them: references are enough.
@@ -209,7 +228,7 @@ class RecipeCache(Cache):
             return Achieved(0, asked=asked)
         stock, stock_token = self._stock_bytes()
         rows = layers[0].store.lengths().shape[0] if layers else 0
-        per_token = sum(layer.token_bytes for layer in layers) * rows + stock_token
+        per_token = sum(layer.token_bytes + POSITION_BYTES for layer in layers) * rows + stock_token
         last = [layer.record for layer in layers if layer.record is not None]
         if not last:
             return Achieved(seen, [], asked, 1.0, self.nbytes(), per_token * seen)

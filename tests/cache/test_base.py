@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import ClassVar
 
 import pytest
@@ -93,7 +94,8 @@ def test_nan_is_refused():
 
 
 def test_scores_of_a_wrong_shape_are_errors():
-    class Short(KNorm.__bases__[0]):
+    @dataclass(frozen=True)
+    class Short(Score):
         card = KNorm.card
 
         def score(self, x):
@@ -111,9 +113,11 @@ def test_a_score_reads_its_own_window_only():
 
 
 def test_methods_that_define_nothing_say_so():
+    @dataclass(frozen=True)
     class Bare(Score):
         card = KNorm.card
 
+    @dataclass(frozen=True)
     class BareBudget(Budget):
         card = Uniform.card
 

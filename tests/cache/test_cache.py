@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 
 import pytest
@@ -172,6 +173,31 @@ def test_snapshots_can_be_come_back_to_again_and_again(model, text):
             cache.restore(point)
             assert all(torch.equal(a, b) for x, y in zip(kept, cache.kept_positions()) for a, b in zip(x, y))
         assert torch.equal(outs[0], outs[1]) and torch.equal(outs[0], outs[2])
+
+
+@pytest.mark.parametrize("text", [*STATEFUL, "full", "tova @ adakv(budget=0.5)"])
+def test_deep_copies_go_on_by_themselves(model, text):
+    """As transformers' documentation reuses a prompt: one deep copy of its cache for every continuation."""
+    ids, others = tiny_ids(1, 30), tiny_ids(1, 30, seed=1)
+    with Recipe.parse(text).on(model) as run:
+        cache = read(run, model, ids[:, :22], 20)
+        twins = [copy.deepcopy(cache) for _ in range(2)]
+        model(others[:, 22:23], past_key_values=twins[0])  # nothing of it reaches the others
+        outs = [torch.cat([model(ids[:, t : t + 1], past_key_values=c).logits for t in range(22, 30)], 1)
+                for c in (twins[1], cache)]
+        assert torch.equal(*outs)
+        assert twins[1].achieved() == cache.achieved()
+    with pytest.raises(RuntimeError, match="recipe that was left"):
+        model(ids[:, :1], past_key_values=twins[0])
+
+
+def test_deep_copies_of_sliding_layers():
+    model, ids = tiny("gemma3"), tiny_ids(1, 40)
+    with Recipe.parse("h2o(budget=0.5)").on(model) as run:
+        cache = read(run, model, ids[:, :30], 30)
+        twin = copy.deepcopy(cache)
+        first = model(ids[:, 30:], past_key_values=twin).logits
+        assert cache.get_seq_length() == 30 and torch.equal(model(ids[:, 30:], past_key_values=cache).logits, first)
 
 
 def test_snapshots_of_sliding_layers():

@@ -6,11 +6,13 @@ Which methods there are comes from their cards, so a new one is tested here as s
 from __future__ import annotations
 
 import functools
+import itertools
 
 import pytest
 import torch
 from generating import left_padded
 from masked_oracle import check_against_oracle, forced_logits
+from profiled import provide_profiles
 from tiny_models import tiny, tiny_ids
 
 from longspan.recipe import Recipe
@@ -34,6 +36,14 @@ def written(name, **more):
     return f"{name}({', '.join([*knobs, *(f'{k}={v}' for k, v in more.items() if v)])})"
 
 
+@pytest.fixture(scope="module", autouse=True)
+def profiles_of_our_own(tmp_path_factory):
+    """Methods that need offline statistics find them in a folder of this module's."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("LONGSPAN_CACHE", str(tmp_path_factory.mktemp("profiles")))
+        yield
+
+
 @functools.lru_cache(maxsize=1)
 def tried():
     model = tiny("llama")
@@ -48,19 +58,23 @@ def test_all_schedules_are_in_the_grid():
     assert set(names("schedule")) == set(SCHEDULES)
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES.values(), ids=SCHEDULES)
-@pytest.mark.parametrize("store", [None, *names("store")])
-@pytest.mark.parametrize("budget", names("budget"))
-@pytest.mark.parametrize("score", names("score"))
+def grid():
+    """Every combination; those that differ from the default in both store and schedule are marked slow."""
+    for score, budget, store, schedule in itertools.product(names("score"), names("budget"), [None, *names("store")], SCHEDULES):
+        marks = [pytest.mark.slow] if store and schedule != "at-prompt" else []
+        yield pytest.param(score, budget, store, schedule, marks=marks, id=f"{score}-{budget}-{store}-{schedule}")
+
+
+@pytest.mark.parametrize(("score", "budget", "store", "schedule"), grid())
 def test_grid(score, budget, store, schedule):
-    if card(score).can("profile") or card(budget).can("profile"):
-        pytest.skip("needs offline statistics")
+    schedule = SCHEDULES[schedule]
     text = f"{written(score, store=store and written(store), schedule=schedule)} @ {budget}(budget=0.5)"
     if store is not None and card(budget).can("ragged") and card(store).can("equal-lengths"):
         with pytest.raises(Refused, match=f"{budget} keeps a different number of tokens per head, which store={store}"):
             Recipe.parse(text)
         return
     model, ids, mask = tried()
+    provide_profiles(Recipe.parse(text), model)
     cache = check_against_oracle(model, Recipe.parse(text), ids, PROMPT, mask, pieces=PIECES, spans=SPANS)
     achieved = cache.achieved()
     assert achieved.kept_fraction < 1.0 or score == "full"
