@@ -68,7 +68,7 @@ def show(document: Any) -> None:
 def compare(
     recipe: Annotated[list[str] | None, typer.Option("--recipe", "-r", help="A recipe; repeat for several. The dense "
                                                      "run `full` is what the others are compared with.")] = None,
-    task: Annotated[list[str] | None, typer.Option("--task", "-t", help="A task, as `longspan tasks` lists them; repeat.")] = None,
+    task: Annotated[list[str] | None, typer.Option("--task", "-t", help="A task of `longspan tasks`; repeat.")] = None,
     length: Annotated[list[int] | None, typer.Option("--length", "-l", help="Tokens of the whole prompt; repeat.")] = None,
     examples: Annotated[int, typer.Option("--examples", "-n", help="Examples per task and length.")] = 10,
     seed: Annotated[int, typer.Option(help="Seed of the examples.")] = 0,

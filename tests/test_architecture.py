@@ -83,7 +83,8 @@ def test_cards_are_complete():
 
 
 def test_help_answers_without_pytorch():
-    code = "import sys; sys.argv = ['longspan', '--help']\nfrom longspan import cli\ntry:\n cli.main()\nexcept SystemExit:\n pass\n"
+    code = "import sys; sys.argv = ['longspan', '--help']\nfrom longspan import cli\n"
+    code += "try:\n cli.main()\nexcept SystemExit:\n pass\n"
     code += "print('torch' in sys.modules, file=sys.stderr)"
     start = time.perf_counter()
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, check=True)

@@ -186,6 +186,7 @@ class RecipeCache(Cache):
         twin = RecipeCache(self.rows, self.n_layers, self.windows, self.prompt)
         twin.active, twin.kin = self.active, self.kin
         self.kin.add(twin)
+        own: Any
         for layer, own in zip(self.layers, twin.layers):
             if isinstance(layer, PolicyLayer):
                 own.restore(copy.deepcopy(layer.snapshot(), memo))

@@ -123,7 +123,8 @@ def describe(loaded: Loaded, recipe: Recipe, task: Task, length: int, request: R
     return {
         "model": loaded.name, "fingerprint": loaded.fingerprint, "dtype": str(loaded.model.dtype).removeprefix("torch."),
         "recipe": recipe.name or str(recipe), "task": str(task), "score_name": task.score_name, "length": length,
-        "index": example.meta["index"], "seed": request.seed, "compress": request.compress, "max_new_tokens": example.max_new_tokens,
+        "index": example.meta["index"], "seed": request.seed, "compress": request.compress,
+        "max_new_tokens": example.max_new_tokens,
         "text_source": text.source if text else "", "text_hash": text.sha256 if text else "",
     }
 

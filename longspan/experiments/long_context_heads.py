@@ -128,13 +128,13 @@ def measure(scale: str, progress: Callable[[str], None]) -> Outcome:
     plain = under(model, None, prompts)
     changed: dict[str, dict[str, Any]] = {"nothing": plain}
     progress("without the best heads")
-    changed["best heads silenced"] = under(model, HeadAblation(heads=TOP, distance=size["distance"]), prompts)
+    changed["best heads silenced"] = under(model, HeadAblation(heads=TOP, distance=size["distance"]), prompts)  # type: ignore[call-arg]
     for seed in range(size["random"]):
         progress(f"without random heads, draw {seed + 1} of {size['random']}")
-        chance = HeadAblation(heads=TOP, score="random", seed=seed)
+        chance = HeadAblation(heads=TOP, score="random", seed=seed)  # type: ignore[call-arg]
         changed[f"random heads silenced, draw {seed + 1}"] = under(model, chance, prompts)
     progress("with the best heads enhanced")
-    changed["best heads enhanced"] = under(model, HeadEnhancement(heads=TOP, distance=size["distance"]), prompts)
+    changed["best heads enhanced"] = under(model, HeadEnhancement(heads=TOP, distance=size["distance"]), prompts)  # type: ignore[call-arg]
     return judged(scale, scores, reversed_s_dist(parts, size["distance"]), changed)
 
 

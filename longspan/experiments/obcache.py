@@ -238,7 +238,8 @@ def judged(scale: str, size: dict[str, Any], rows: list[dict[str, Any]], agree: 
     means: dict[Any, dict[str, float]] = {}
     for group in groups:
         own = [r for r in rows if (r["setting"], r["budget"], r["variant"]) == group]
-        means[group] = {name: float(np.mean([r[name] for r in own])) for name in ("error", "layer_error", "nll")} | {"n": len(own)}
+        figures = {name: float(np.mean([r[name] for r in own])) for name in ("error", "layer_error", "nll")}
+        means[group] = figures | {"n": len(own)}
     table = [dict(zip(("setting", "budget", "variant"), group)) | found for group, found in means.items()]
 
     def ratios(setting: str, budget: float) -> dict[str, float]:

@@ -23,7 +23,7 @@ def plan_table(plan: Any) -> Any:
         above = "unknown" if choice.nll_increase is None else f"{choice.nll_increase:+.2f}"
         verdict = Text(choice.reason, style="dim") if choice.reason else Text("fits", style="bold green")
         table.add_row(choice.recipe, human_bytes(choice.bytes), kept, above, f"{choice.measured_at:,}", verdict)
-    parts = [Text(title, style="bold"), table]
+    parts: list[Any] = [Text(title, style="bold"), table]
     if not plan.recommended:
         parts.append(Text("Nothing fits; lower --floor, raise --memory, or shorten the context.", style="yellow"))
     if plan.note:
