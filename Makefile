@@ -30,8 +30,9 @@ demo: $(VENV)/.installed
 	  --recipe "expected-attention @ adakv(budget=0.5)" \
 	  --recipe "xattention + keydiff(budget=0.5, store=quantised)"
 
+# One process per core with one thread each: two processes with two threads each would wait for one another.
 test: $(VENV)/.installed
-	$(BIN)/python -m pytest
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2
 
 test-slow: $(VENV)/.installed
 	$(BIN)/python -m pytest -m slow
@@ -55,6 +56,7 @@ index: $(VENV)/.installed
 bench: $(VENV)/.installed
 	$(BIN)/python benchmarks/block_sparse.py --out docs/data/block_sparse.json
 	$(BIN)/python benchmarks/ragged_decode.py --out docs/data/ragged_decode.json
+	$(BIN)/python benchmarks/decode_memory.py --out docs/data/decode_memory.json
 	$(BIN)/python benchmarks/kvpress_peer.py --out docs/data/kvpress.json
 
 # The results that `longspan plan` starts from.

@@ -181,7 +181,8 @@ def ask(
 
 def read_text(file: Path) -> str:
     if not file.is_file():
-        raise Refused(f"{str(file)!r}: no such file; expected a text file.")
+        what = "is a folder" if file.is_dir() else "no such file"
+        raise Refused(f"{str(file)!r}: {what}; expected a text file.")
     try:
         text = file.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
@@ -341,13 +342,20 @@ def train(
     objective: Annotated[str, typer.Option(help="What is minimised.")] = "next-token",
     task: Annotated[str | None, typer.Option(help="A synthetic task (copy, recall) instead of text.")] = None,
     text: Annotated[str | None, typer.Option(help="topics, stdlib or a path.")] = None,
-    dim: int = 64, layers: int = 2, heads: int = 4, kv_heads: int | None = None, context: int = 128,
-    steps: int = 300, batch: int = 16, lr: float = 2e-3, seed: int = 0,
+    dim: Annotated[int, typer.Option(help="Width of the residual stream.")] = 64,
+    layers: Annotated[int, typer.Option(help="Layers.")] = 2,
+    heads: Annotated[int, typer.Option(help="Query heads.")] = 4,
+    kv_heads: Annotated[int | None, typer.Option(help="Key-value heads; as many as query heads if left out.")] = None,
+    context: Annotated[int, typer.Option(help="Tokens of a training sequence.")] = 128,
+    steps: Annotated[int, typer.Option(help="Optimiser steps.")] = 300,
+    batch: Annotated[int, typer.Option(help="Sequences per step.")] = 16,
+    lr: Annotated[float, typer.Option(help="Peak learning rate.")] = 2e-3,
+    seed: Annotated[int, typer.Option(help="Seed of weights and data.")] = 0,
     precision: Annotated[str, typer.Option(help="float32 or bfloat16.")] = "float32",
     segments: Annotated[int, typer.Option(help="Pieces a sequence is fed in, with the state carried.")] = 1,
     out: Annotated[Path | None, typer.Option(help="Folder for checkpoints.")] = None,
     resume: Annotated[bool, typer.Option(help="Go on from the last checkpoint in --out, exactly.")] = False,
-    checkpoint_every: int = 0,
+    checkpoint_every: Annotated[int, typer.Option(help="Steps between checkpoints; 0: only at the end.")] = 0,
     tensorboard: Annotated[Path | None, typer.Option(help="Folder for TensorBoard logs.")] = None,
     load: Load = None, as_json: Json = False,
 ) -> None:
