@@ -575,7 +575,7 @@ def test_achieved_reports_what_happened(model):
     assert recipe.achieved == inside
     assert inside.seen == 20 and inside.kept == [[6.0, 6.0]] * 2  # 8 of 20 and 4 of 10, in the mean over rows
     assert inside.kept_fraction == pytest.approx(0.4)
-    assert inside.full_bytes == 2 * 2 * 2 * 2 * 8 * 4 * 20
+    assert inside.full_bytes == 2 * 2 * (2 * 2 * 8 * 4 + 4) * 20
     assert inside.asked == "h2o(budget=0.4)" and inside.compressions == 1 and inside.density == 1.0
     with Recipe.parse("full").on(model) as run:
         new_tokens(model, ids, attention_mask=mask)

@@ -148,6 +148,23 @@ def same_state(a, b):
             torch.testing.assert_close(p[key], q[key], atol=1e-5, rtol=1e-4)
 
 
+def test_padding_that_is_taken_back_is_counted_no_more(model):
+    """A padded question, read in two calls and cropped: later budgets count the real tokens that are left."""
+    ids, mask = tiny_ids(2, 36), torch.ones(2, 36, dtype=torch.long)
+    mask[1, 20:23] = 0
+    more = {"attention_mask": mask, "position_ids": positions_of(mask.bool())}
+    with Recipe.parse("knorm(budget=0.5, schedule=every(steps=100))").on(model) as run:
+        cache = run.new_cache(Prompt(ids[:, :20], 20))
+        for a, b in ((0, 20), (20, 22), (22, 26)):
+            step = {"attention_mask": mask[:, :b], "position_ids": more["position_ids"][:, a:b]}
+            model(ids[:, a:b], past_key_values=cache, **step)
+        assert cache.first.pads.tolist() == [0, 3]
+        cache.crop(-6)
+        model(ids[:, 26:], past_key_values=cache)
+        cache.commit()
+        assert cache.first.record.kept.tolist() == [[15, 15], [15, 15]]
+
+
 def test_drafts_hold_nothing_once_they_are_over(model):
     with Recipe.parse(STATEFUL[0]).on(model) as run:
         cache = read(run, model, tiny_ids(1, 24), 20)
