@@ -156,11 +156,15 @@ class Journal:
     def _read(self, path: Path) -> int:
         """Load complete rows; returns how many bytes of the file they take."""
         whole = 0
-        for line in path.read_bytes().splitlines(keepends=True):
+        for number, line in enumerate(path.read_bytes().splitlines(keepends=True), 1):
             if not line.endswith(b"\n"):
                 break
-            row = json.loads(line)
-            self.rows[row_key(row)] = row
+            try:
+                row = json.loads(line)
+                self.rows[row_key(row)] = row
+            except (ValueError, KeyError, TypeError) as error:
+                raise Refused(f"--out {str(path.parent)!r}: line {number} of rows.jsonl is not a result row; "
+                              "move the file away to start anew.") from error
             whole += len(line)
         return whole
 

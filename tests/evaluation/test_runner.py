@@ -111,6 +111,15 @@ def test_cap_on_generated_tokens_is_part_of_the_row(loaded):
         Request([], [], [512], max_new_tokens=0)
 
 
+def test_a_damaged_journal_is_refused_and_left_alone(loaded, tmp_path):
+    (tmp_path / "rows.jsonl").write_text('{"model": 1}\n')
+    with pytest.raises(Refused, match=r"line 1 of rows\.jsonl"):
+        run(loaded, request(tmp_path))
+    assert (tmp_path / "rows.jsonl").read_text() == '{"model": 1}\n'
+    with pytest.raises(Refused, match="can't be made a folder"):
+        run(loaded, request(tmp_path / "rows.jsonl"))
+
+
 def test_refusals():
     with pytest.raises(Refused, match="one task"):
         parse_task("niah + passkey")
