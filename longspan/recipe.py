@@ -192,9 +192,10 @@ class Run:
             raise RuntimeError("the recipe was left; make caches inside `with recipe.on(model):`.")
         rows = self._rows(prompt)
         windows = [self.parts.window(i) if self._stock(i, prompt) else None for i in range(self.parts.n_layers)]
-        self.cache = RecipeCache(rows, self.parts.n_layers, windows, prompt)
-        self._take(self.cache)
-        return self.cache
+        made = RecipeCache(rows, self.parts.n_layers, windows, prompt)  # other threads make theirs at the same time
+        self._take(made)
+        self.cache = made
+        return made
 
     def _rows(self, prompt: Prompt | None) -> list[Rows]:
         if len(self.recipes) == 1:

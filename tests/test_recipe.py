@@ -245,8 +245,9 @@ def test_rows_may_have_recipes_of_their_own(model):
 def test_rows_of_their_own_with_beams_and_several_answers(model):
     recipes = [Recipe.parse("h2o(budget=0.4)"), Recipe.parse("full")]
     ids = tiny_ids(2, 20)
-    with per_row(recipes, model):
+    with per_row(recipes, model) as run:
         both = new_tokens(model, ids, num_beams=3, num_return_sequences=2)
+        assert run.cache.first.record.kept.tolist() == [[8, 8]] * 3 + [[20, 20]] * 3
     for i, recipe in enumerate(recipes):
         with recipe.on(model):
             assert new_tokens(model, ids[i : i + 1], num_beams=3, num_return_sequences=2) == both[2 * i : 2 * i + 2]

@@ -113,6 +113,10 @@ class _Attached:
 
     def switch_on(self) -> None:
         model = self.parts.model
+        config = model.config.get_text_config(decoder=True)
+        if "chunked_attention" in (getattr(config, "layer_types", None) or ()):
+            raise Refused(f"{type(model).__name__} has layers that attend within chunks of the text, which a recipe can't "
+                          "carry; expected layers that see the whole past or a sliding window.")
         self._switch_configs(model)
         decoder = self.parts.decoder
         before = decoder.register_forward_pre_hook(self._before_forward, with_kwargs=True)

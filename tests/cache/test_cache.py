@@ -13,6 +13,7 @@ from tiny_models import tiny, tiny_ids
 
 from longspan.cache import Achieved, RecipeCache, Rows, achieved_from_json
 from longspan.cache.layer import PolicyLayer, SlidingLayer
+from longspan.cache.stores.dense import DenseLayer
 from longspan.cache.stores.ragged import RaggedLayer
 from longspan.cache.watch import QueryWindow
 from longspan.models.hook import Prompt
@@ -327,7 +328,21 @@ def test_unequal_heads_move_into_the_ragged_store(model):
 
 
 def test_heads_that_turn_unequal_later_move_too(model):
-    """First cut: every row keeps all (dense); second cut: rows differ."""
+    """Equal at the prompt's end, unequal after a padded question: what is dropped is freed then too."""
+    ids, mask = tiny_ids(2, 26), torch.ones(2, 26, dtype=torch.long)
+    mask[1, 20:23] = 0
+    with Recipe.parse("knorm(budget=0.5, schedule=every(steps=100))").on(model) as run:
+        cache = run.new_cache(Prompt(ids[:, :20], 20))
+        model(ids[:, :20], past_key_values=cache)
+        assert isinstance(cache.first.store, DenseLayer)
+        model(ids[:, 20:], past_key_values=cache, attention_mask=mask, position_ids=positions_of(mask.bool())[:, 20:])
+        cache.commit()
+        assert isinstance(cache.first.store, RaggedLayer)
+        assert cache.first.store.lengths().tolist() == [[13, 13], [11, 11]]
+
+
+def test_chunks_of_padded_rows(model):
+    """Rows with little text at an early cut keep what they have."""
     ids, mask = left_padded(tiny_ids(1, 24), tiny_ids(1, 18))
     with Recipe.parse('h2o(budget="9 tokens", schedule=per-chunk(size=8))').on(model) as run:
         new_tokens(model, ids, 2, attention_mask=mask)

@@ -165,6 +165,10 @@ def test_padding_is_held_apart(name):
     layer.keep(held)
     assert layer.lengths().tolist() == [[15, 15], [21, 21]]
     torch.testing.assert_close(*step(layer, 2, 21, seed=40), atol=2e-6, rtol=1e-5)
+    before, question = layer.lengths(), torch.tensor([[False, True, True], [True, True, True]])
+    layer.append(rand(B, H, 3, D), rand(B, H, 3, D), torch.arange(23, 26).expand(B, 3), question)
+    assert (layer.lengths() - before).tolist() == [[2, 2], [3, 3]]
+    torch.testing.assert_close(*step(layer, 1, 26, seed=60), atol=2e-6, rtol=1e-5)
 
 
 def test_dense_takes_what_fills_its_storage_and_copies_slices():

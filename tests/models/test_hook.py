@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 import inspect
+import sys
 import threading
 import weakref
 
@@ -16,7 +17,7 @@ from transformers import DynamicCache, QuantizedCache, StaticCache
 
 from longspan.models import hook
 from longspan.models.hook import Prompt, attached, cache_keyword
-from longspan.recipe import Recipe
+from longspan.recipe import Recipe, Run
 from longspan.registry import Refused
 
 FULL, HALF = Recipe.parse("full"), Recipe.parse("h2o(budget=0.5)")
@@ -340,7 +341,12 @@ def test_output_attentions_are_refused(model):
             model.generate(tiny_ids(1, 4), output_attentions=True, return_dict_in_generate=True)
 
 
-def test_models_that_cant_be_hooked_are_refused():
+def test_models_that_cant_be_hooked_are_refused(model):
+    model.config.layer_types = ["chunked_attention", "full_attention"]
+    with pytest.raises(Refused, match="attend within chunks of the text"), HALF.on(model):
+        pass
+    del model.config.layer_types
+    assert not hook._attached and not hook._held and model.config._attn_implementation == "sdpa"
     with pytest.raises(Refused, match="get_decoder"), HALF.on(torch.nn.Linear(2, 2)):
         pass
 
@@ -474,18 +480,37 @@ def test_patience_has_an_end(model):
     assert list(state_of(model)[0].values()) == list(before)
 
 
-def test_two_threads_generate_on_one_model(model):
-    prompts = [tiny_ids(1, 20 + i, seed=i) for i in range(4)]
-    with HALF.on(model):
-        wanted = [new_tokens(model, p, 12) for p in prompts]
-        found = [None] * 4
-
-        def work(i):
-            found[i] = new_tokens(model, prompts[i], 12)
-
-        threads = [threading.Thread(target=work, args=(i,)) for i in range(4)]
+def test_caches_made_at_the_same_time_are_two(model, monkeypatch):
+    both, plain, made = threading.Barrier(2), Run._take, []
+    monkeypatch.setattr(Run, "_take", lambda run, cache: (both.wait(20), plain(run, cache)))
+    with HALF.on(model) as run:
+        threads = [threading.Thread(target=lambda: made.append(run.new_cache(None))) for _ in range(2)]
         for t in threads:
             t.start()
         for t in threads:
-            t.join(30)
-    assert found == wanted
+            t.join(20)
+    assert len(made) == 2 and made[0] is not made[1]
+
+
+def test_threads_generate_on_one_model_at_once(model):
+    """Threads switch as often as Python lets them."""
+    prompts = [tiny_ids(1, 20 + i, seed=i) for i in range(4)]
+    before = sys.getswitchinterval()
+    try:
+        sys.setswitchinterval(1e-6)
+        with HALF.on(model):
+            wanted = [new_tokens(model, p, 4) for p in prompts]
+            for _ in range(8):
+                found = [None] * 4
+
+                def work(i, found=found):
+                    found[i] = new_tokens(model, prompts[i], 4)
+
+                threads = [threading.Thread(target=work, args=(i,)) for i in range(4)]
+                for t in threads:
+                    t.start()
+                for t in threads:
+                    t.join(30)
+                assert found == wanted
+    finally:
+        sys.setswitchinterval(before)
