@@ -32,8 +32,8 @@ def recipes() -> list[str]:
 def main() -> None:
     ask = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     ask.add_argument("--out", type=Path, required=True)
-    ask.add_argument("--lengths", type=int, nargs="+", default=[1024, 2048])
-    ask.add_argument("--examples", type=int, default=6)
+    ask.add_argument("--lengths", type=int, nargs="+", default=[1024])
+    ask.add_argument("--examples", type=int, default=4)
     given = ask.parse_args()
     loaded = load()
     request = Request([Recipe.parse(r) for r in recipes()], [parse_task(t) for t in TASKS], given.lengths, given.examples,
