@@ -23,7 +23,19 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from longspan import grammar
-from longspan.cache import Achieved, Budget, CachePolicy, RecipeCache, Rows, Schedule, Score, Store
+from longspan.cache import (
+    Achieved,
+    AnyPolicy,
+    Budget,
+    CachePolicy,
+    OwnPolicy,
+    Policy,
+    RecipeCache,
+    Rows,
+    Schedule,
+    Score,
+    Store,
+)
 from longspan.grammar import Call, Part
 from longspan.models.call import LayerCall, Prompt, plain_attention
 from longspan.models.hook import attached
@@ -33,8 +45,8 @@ if TYPE_CHECKING:
     from longspan.prefill import Selector
 
 POLICY_KEYS = ("budget", "store", "schedule")
-SLOTS = {"score": "cache", "selector": "selector", "token-subset": "subsets", "position": "positions",
-         "weight-transform": "weights", "draft": "decoding"}
+SLOTS = {"score": "cache", "policy": "cache", "reuse": "reuse", "selector": "selector", "token-subset": "subsets",
+         "position": "positions", "weight-transform": "weights", "draft": "decoding"}
 """Kinds that may stand as a part of a recipe, and the slot they fill."""
 
 
@@ -42,12 +54,14 @@ SLOTS = {"score": "cache", "selector": "selector", "token-subset": "subsets", "p
 class Recipe:
     """A composition of methods. Build it with `Recipe.parse`, or by giving the slots."""
 
-    cache: CachePolicy | None = None
+    cache: AnyPolicy | None = None
     selector: Selector | None = None
     subsets: tuple[Method, ...] = ()
     positions: tuple[Method, ...] = ()
     weights: tuple[Method, ...] = ()
     decoding: Method | None = None
+    reuse: Method | None = None
+    """How caches of single documents, made before, are joined."""
     name: str = ""
     """How the user wrote it; `str(recipe)` otherwise."""
     last_run: Run | None = field(default=None, repr=False, compare=False)
@@ -79,24 +93,34 @@ class Recipe:
             raise Refused(f"{part.call.name} @ {part.at.name}: only a score takes a budget behind @, "
                           f"and {part.call.name} is a {kind}.")
         slot = SLOTS[kind]
-        if slot in ("cache", "selector", "decoding") and getattr(self, slot) is not None:
+        if slot in ("cache", "selector", "decoding", "reuse") and getattr(self, slot) is not None:
             raise Refused(f"{part.call.name}: the recipe already has {getattr(self, slot)} as its {slot}; expected one.")
-        made = _policy(part) if kind == "score" else grammar.build(part.call)
+        made: Any = _policy(part) if kind == "score" else _own_policy(part.call) if kind == "policy" else grammar.build(part.call)
         setattr(self, slot, (*getattr(self, slot), made) if slot in ("subsets", "positions", "weights") else made)
 
     def __str__(self) -> str:
-        parts = [*self.positions, *self.weights, self.selector, *self.subsets, self.cache, self.decoding]
+        parts = [*self.positions, *self.weights, self.reuse, self.selector, *self.subsets, self.cache, self.decoding]
         return " + ".join(str(p) for p in parts if p is not None) or "full"
 
     def __add__(self, other: Recipe) -> Recipe:
         return Recipe.parse(f"{self} + {other}")
 
     @property
+    def scored(self) -> CachePolicy:
+        """The cache policy, where it is a score times a budget.
+
+        Raises:
+            Refused: the recipe keeps everything, or chooses in another way.
+        """
+        if not isinstance(self.cache, CachePolicy):
+            raise Refused(f"recipe {str(self)!r} has no score; expected one such as snapkv(budget=0.2).")
+        return self.cache
+
+    @property
     def methods(self) -> list[Method]:
         """Every method in the recipe."""
-        policy = self.cache
-        inner = [policy.score, policy.budget, policy.store, policy.schedule] if policy else []
-        found = [*self.positions, *self.weights, self.selector, *self.subsets, *inner, self.decoding]
+        inner = self.cache.methods if self.cache else []
+        found = [*self.positions, *self.weights, self.reuse, self.selector, *self.subsets, *inner, self.decoding]
         return [m for m in found if m is not None]
 
     @contextlib.contextmanager
@@ -137,6 +161,19 @@ def _policy(part: Part) -> CachePolicy:
     assert store is None or isinstance(store, Store)
     assert schedule is None or isinstance(schedule, Schedule)
     return CachePolicy(score, budget, store, schedule)
+
+
+def _own_policy(call: Call) -> OwnPolicy:
+    """A method that chooses by itself, with its store and schedule: the recipe's, or its own."""
+    chooser = grammar.build(call, extra=("store", "schedule"))
+    assert isinstance(chooser, Policy)
+    written = {"store": chooser.default_store, "schedule": chooser.default_schedule}
+    own = {name: grammar.parse(text)[0].call for name, text in written.items() if text is not None}
+    given = own | {k: v for k, v in call.settings.items() if k in written}
+    store, schedule = _method(given.get("store"), "store"), _method(given.get("schedule"), "schedule")
+    assert store is None or isinstance(store, Store)
+    assert schedule is None or isinstance(schedule, Schedule)
+    return OwnPolicy(chooser, store, schedule)
 
 
 def _method(value: Any, kind: str) -> Method | None:
@@ -181,7 +218,7 @@ class Run:
         self.cache: RecipeCache | None = None
         self.pairs = PairCount()
         self.parts: Any = None
-        self.needs_hidden = any(r.cache.score.can("hidden-states") for r in recipes if r.cache is not None)
+        self.needs_hidden = any(r.cache.can("hidden-states") for r in recipes if r.cache is not None)
         self._caches: weakref.WeakSet[RecipeCache] = weakref.WeakSet()
         self._last: Achieved | None = None
 

@@ -33,7 +33,8 @@ INDEX_FILE = PACKAGE / "methods.json"
 ENTRY_POINT_GROUP = "longspan.methods"
 
 KINDS: dict[str, str] = {
-    "score": "compare", "budget": "compare", "store": "compare", "schedule": "compare", "reuse": "compare",
+    "score": "compare", "budget": "compare", "policy": "compare", "store": "compare", "schedule": "compare",
+    "reuse": "compare",
     "selector": "compare", "token-subset": "compare", "draft": "compare", "verifier": "compare",
     "position": "compare", "weight-transform": "compare", "oracle": "compare", "task": "compare",
     "mixer": "train", "side-path": "train", "stack": "train", "objective": "train", "retrofit": "train",
@@ -57,6 +58,9 @@ CAPABILITIES: dict[str, str] = {
     "equal-lengths": "can only hold equal numbers of tokens per head",
     "layer-budgets": "keeps different numbers of tokens per layer",
     "lossy": "stores values with less precision than the model computed",
+    "units": "keeps whole units of text: shots, or sentences where none are marked",
+    "across-layers": "what one layer keeps depends on other layers",
+    "drops-tokens": "stops computing part of the prompt from some layer on",
     "profile": "needs offline statistics (`longspan profile`)",
     "rollback": "can drop its newest tokens again",
     "trains": "has weights that are trained",

@@ -13,6 +13,7 @@ from rendering.text import cell, code, prose, table
 KIND_TEXT: dict[str, tuple[str, str]] = {
     "score": ("Scores", "How much an entry of the key-value cache is worth keeping."),
     "budget": ("Budgets", "How many entries every head keeps. A budget stands behind a score and an `@`."),
+    "policy": ("Policies", "Methods that choose by themselves what stays, where a score times a budget can't say it."),
     "store": ("Stores", "How the kept entries are held in memory. Written into a score: `store=`."),
     "schedule": ("Schedules", "After which tokens the cache is compressed. Written into a score: `schedule=`."),
     "reuse": ("Reuse", "Keys and values computed for one prompt and used in another."),
@@ -40,6 +41,8 @@ KIND_TEXT: dict[str, tuple[str, str]] = {
 RECIPES = {
     "score": "{call}(budget=0.2)",
     "budget": "snapkv @ {call}(budget=0.2)",
+    "policy": "{call}",
+    "reuse": "{call}",
     "store": "snapkv(budget=0.2, store={call})",
     "schedule": "snapkv(budget=0.2, schedule={call})",
     "selector": "{call}",

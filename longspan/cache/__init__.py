@@ -2,9 +2,9 @@
 
 from longspan.cache.base import (
     Budget,
-    CachePolicy,
     KeepPlan,
     LayerContext,
+    Policy,
     Schedule,
     Score,
     Store,
@@ -15,8 +15,9 @@ from longspan.cache.base import (
     top_mask,
 )
 from longspan.cache.cache import Achieved, RecipeCache, Rows, achieved_from_json
+from longspan.cache.policy import AnyPolicy, CachePolicy, OwnPolicy
 
 __all__ = [
-    "Achieved", "Budget", "CachePolicy", "KeepPlan", "LayerContext", "RecipeCache", "Rows", "Schedule", "Score", "Store",
-    "achieved_from_json", "group_mean", "newest", "oldest", "protect", "top_mask",
+    "Achieved", "AnyPolicy", "Budget", "CachePolicy", "KeepPlan", "LayerContext", "OwnPolicy", "Policy", "RecipeCache", "Rows",
+    "Schedule", "Score", "Store", "achieved_from_json", "group_mean", "newest", "oldest", "protect", "top_mask",
 ]

@@ -8,7 +8,7 @@ tokens that happens. Each of the four is a method of its own, and every pair wor
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 import torch
@@ -16,7 +16,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from longspan.cache.amount import Amount, parse_amount
-from longspan.registry import Method, Refused, knob
+from longspan.registry import Method, knob
 
 
 @dataclass
@@ -55,6 +55,10 @@ class LayerContext:
     """Entries per head that the policy's score always keeps; set while it plans."""
     score: str = ""
     """The score as it is written in a recipe, for budgets that depend on it; set while the policy plans."""
+    prompt: Int[Tensor, " B"] | None = None
+    """Real tokens of each row's prompt; None when its end is not known."""
+    across: dict[str, Any] = field(default_factory=dict)
+    """Notes that the layers of one cache share, for choices across layers. Nothing takes them back."""
     early: bool = False
     """More of the prompt follows: a row whose budget is still smaller than what is protected waits."""
 
@@ -180,6 +184,31 @@ class Budget(Method):
         raise NotImplementedError(f"{type(self).__name__} must define keep().")
 
 
+class Policy(Method):
+    """Chooses what stays by itself, where a score times a budget can't say it: sets of their own for every query row,
+    whole units of text, choices across layers. Its knobs say how much."""
+
+    default_store: ClassVar[str | None] = None
+    """The store, as a recipe writes it, where the recipe names none; None: the one that fits what is kept."""
+    default_schedule: ClassVar[str | None] = None
+    """The schedule where the recipe names none; None: at the prompt's end."""
+
+    def window_rows(self) -> int:
+        """Newest query rows this policy reads (0: none)."""
+        return 0
+
+    def observe(self, x: LayerContext) -> None:
+        """See new query rows, as `Score.observe` does. Called only for cards that declare ``all-queries``."""
+
+    def expected(self, context: int) -> float:
+        """Entries that a head keeps on average of a prompt of `context` tokens, for planning; all, if nothing is known."""
+        return context
+
+    def plan(self, x: LayerContext) -> KeepPlan:
+        """Which entries of this layer stay."""
+        raise NotImplementedError(f"{type(self).__name__} must define plan().")
+
+
 class Schedule(Method):
     """After which tokens the cache is compressed."""
 
@@ -239,75 +268,3 @@ def top_mask(scores: Float[Tensor, "... S"], counts: Int[Tensor, " ..."]) -> Boo
     order = scores.argsort(dim=-1, descending=True, stable=True)
     chosen = torch.arange(scores.shape[-1], device=scores.device) < counts[..., None]
     return torch.zeros_like(chosen.expand_as(order)).scatter(-1, order, chosen.expand_as(order))
-
-
-@dataclass(frozen=True)
-class CachePolicy:
-    """A score, a budget, a store and a schedule, checked against each other."""
-
-    score: Score
-    budget: Budget
-    store: Store | None = None
-    schedule: Schedule | None = None
-
-    def __post_init__(self) -> None:
-        if self.store is not None and self.budget.card.can("ragged") and self.store.card.can("equal-lengths"):
-            raise Refused(f"{self.budget.card.name} keeps a different number of tokens per head, which "
-                          f"store={self.store} would pad with dead entries; leave store= out, or use store=ragged.")
-
-    def plan(self, x: LayerContext) -> KeepPlan:
-        """Which entries of this layer stay.
-
-        Raises:
-            Refused: the budget is smaller than what the score always keeps, or a score is NaN.
-        """
-        rows, protected = self.score.window_rows(), self.score.protected(x)
-        budget = self.budget.tokens(x)
-        # Nothing to choose from: the window or what is protected covers the row, or the budget does.
-        keep_all = (x.seen <= max(rows, protected, 1)) | (budget >= x.seen)
-        if x.early:
-            keep_all |= budget < max(protected, 1)
-        if bool(keep_all.all()):
-            return KeepPlan(x.valid.clone())
-        self._check_budget(budget, keep_all, x)
-        if x.q.shape[2] > rows:  # a batch may carry several policies, and the widest window was kept
-            hidden = None if x.hidden is None else x.hidden[:, x.q.shape[2] - rows :]
-            first = x.q.shape[2] - rows
-            x = replace(x, q=x.q[:, :, first:], q_valid=x.q_valid[:, first:], q_positions=x.q_positions[:, first:],
-                        hidden=hidden)
-        x.budget, x.protected, x.score = budget, protected, str(self.score)
-        scores = self.score.score(x).float()
-        if scores.shape != x.valid.shape:
-            raise ValueError(f"{self.score.card.name} gave scores {tuple(scores.shape)} for entries {tuple(x.valid.shape)}")
-        if bool(torch.isnan(scores[x.valid]).any()):
-            raise Refused(f"{self.score.card.name} gave NaN in layer {x.layer}; the model's keys or queries hold NaN.")
-        mask = self.budget.keep(scores.masked_fill(~x.valid, -torch.inf), x)
-        mask = torch.where(keep_all[:, None, None], x.valid, mask & x.valid)
-        return KeepPlan(mask, self.score.moves(x, mask))
-
-    def _check_budget(self, budget: Tensor, keep_all: Tensor, x: LayerContext) -> None:
-        need = self.score.protected(x)
-        least = int(budget[~keep_all].min())
-        if least < max(need, 1):
-            raise Refused(f"the budget of {least} tokens ({self.budget}) is smaller than the {max(need, 1)} tokens that "
-                          f"{self.score} always keeps; raise the budget or lower the score's window.")
-
-    def __str__(self) -> str:
-        return describe(self)
-
-
-def describe(policy: CachePolicy) -> str:
-    """The policy as it is written in a recipe."""
-    extra: dict[str, Any] = {"store": policy.store, "schedule": policy.schedule}
-    short = policy.budget.shorthand
-    if short:
-        extra = {"budget": policy.budget.budget, **extra}
-    settings = ", ".join(f"{k}={_written(v)}" for k, v in extra.items() if v is not None)
-    head = str(policy.score)
-    if settings:
-        head = f"{head[:-1]}, {settings})" if head.endswith(")") else f"{head}({settings})"
-    return head if short else f"{head} @ {policy.budget}"
-
-
-def _written(value: Any) -> str:
-    return f'"{value}"' if isinstance(value, str) else str(value)

@@ -16,8 +16,9 @@ from jaxtyping import Bool, Int
 from torch import Tensor
 from transformers.cache_utils import Cache, DynamicSlidingWindowLayer
 
-from longspan.cache.base import CachePolicy, Schedule, Store
+from longspan.cache.base import Schedule, Store
 from longspan.cache.layer import PolicyLayer, SlidingLayer
+from longspan.cache.policy import AnyPolicy
 from longspan.cache.schedules.prompt import AtPrompt
 from longspan.cache.stores.dense import Dense
 from longspan.models.call import Prompt
@@ -31,7 +32,7 @@ POSITION_BYTES = 4
 class Rows:
     """The rows of a batch that share one policy (None: keep everything)."""
 
-    policy: CachePolicy | None
+    policy: AnyPolicy | None
     rows: Int[Tensor, " R"] | None = None
     """None: all rows."""
 
@@ -85,7 +86,9 @@ class RecipeCache(Cache):
         self.active = True
         self.kin: weakref.WeakSet[RecipeCache] = weakref.WeakSet([self])
         """Caches of the same run, which deep copies join."""
-        self.needs_hidden = any(p.score.can("hidden-states") for p in self.policies)
+        self.needs_hidden = any(p.can("hidden-states") for p in self.policies)
+        self.across: dict[str, Any] = {}
+        """Notes that layers share, for choices across layers."""
         self.store_method = _one({p.store for p in self.policies}, "store")
         self.schedule: Schedule = _one({p.schedule for p in self.policies}, "schedule") or AtPrompt()
         self.recodes = self.store_method is not None and self.store_method.card.can("lossy")

@@ -96,7 +96,7 @@ class PolicyLayer(CacheLayerMixin):
         self.layer = layer
         self.seen = 0
         self.store: LayerStore = (cache.store_method or Dense()).make()
-        self.watch = QueryWindow(max((p.score.window_rows() for p in cache.policies), default=0))
+        self.watch = QueryWindow(max((p.window_rows() for p in cache.policies), default=0))
         self.notes = [Notes() for _ in cache.rows]
         self.pads: Int[Tensor, " B"] | None = None
         """Slots of each row that were padding; None when there were none."""
@@ -246,6 +246,7 @@ class PolicyLayer(CacheLayerMixin):
         (k, v), cache = self.staged, self.cache
         self.staged = self.drafts = None
         self.facts = (call.scale, call.softcap, call.parts)
+        self.store.bind(call.layer, call.parts)
         start, T = self.seen, k.shape[2]
         cuts = cache.cuts(start, start + T)
         if T == 1 and not cuts:
@@ -289,8 +290,9 @@ class PolicyLayer(CacheLayerMixin):
     def _watch(self, cache: RecipeCache, q: Tensor, positions: Tensor, valid: Tensor | None, hidden: Tensor | None) -> None:
         self.watch.see(q, positions, valid, hidden if cache.needs_hidden else None)
         for part, notes in zip(cache.rows, self.notes):
-            if part.policy is not None and part.policy.score.can("all-queries"):
-                part.policy.score.observe(self._context(cache, self.store.view(), notes, (q, positions, valid, None)))
+            if part.policy is not None and part.policy.can("all-queries"):
+                seen = (q, positions, valid, hidden if cache.needs_hidden else None)
+                part.policy.observe(self._context(cache, self.store.view(), notes, seen))
 
     def _context(self, cache: RecipeCache, held: View, notes: Notes,
                  rows: tuple[Tensor, Tensor, Tensor | None, Tensor | None] | None = None) -> LayerContext:
@@ -305,9 +307,11 @@ class PolicyLayer(CacheLayerMixin):
             valid = torch.ones(B, q.shape[2], dtype=torch.bool, device=q.device)
         seen = torch.full((B,), self.seen, device=held.k.device)
         prompt = cache.prompt
+        real = seen if self.pads is None else seen - self.pads
         return LayerContext(
             k=held.k, v=held.v, valid=held.valid, positions=held.positions, q=q, q_valid=valid, q_positions=positions,
-            seen=seen if self.pads is None else seen - self.pads, scale=scale, layer=self.layer, n_layers=cache.n_layers,
+            seen=real, prompt=None if prompt is None else real - seen + prompt.length,
+            across=cache.across, scale=scale, layer=self.layer, n_layers=cache.n_layers,
             bytes_per_token=cache.entry_bytes(dim, held.k.element_size()) * heads * cache.n_layers * cache.rows_of_one(B),
             softcap=softcap, per_key=notes.per_key, stats=notes.stats, parts=parts, hidden=hidden,
             spans=prompt.spans if prompt else {}, early=prompt is not None and self.seen < prompt.length,
@@ -348,6 +352,8 @@ class PolicyLayer(CacheLayerMixin):
                 shift[rows] = plan.shift
             for name, t in own.per_key.items():
                 notes.per_key[name] = t.new_zeros(len(keep), *t.shape[1:]).index_copy(0, rows, t)
+            for name, t in own.stats.items():
+                notes.stats[name] = t.new_zeros(len(keep), *t.shape[1:]).index_copy(0, rows, t)
         return KeepPlan(keep, shift), int(x.seen.sum())
 
     def _adopt(self, cache: RecipeCache, plan: KeepPlan, held: View) -> None:
@@ -386,7 +392,7 @@ def _pieces(start: int, stop: int, cuts: list[int]) -> list[tuple[int, int]]:
 
 def select_rows(x: LayerContext, rows: Int[Tensor, " R"]) -> LayerContext:
     """The context of some rows of a batch."""
-    names = ("k", "v", "valid", "positions", "seen", "q", "q_valid", "q_positions")
+    names = ["k", "v", "valid", "positions", "seen", "q", "q_valid", "q_positions"] + ["prompt"] * (x.prompt is not None)
     return replace(
         x, **{n: getattr(x, n)[rows] for n in names}, per_key={n: t[rows] for n, t in x.per_key.items()},
         stats={n: t[rows] for n, t in x.stats.items()}, hidden=None if x.hidden is None else x.hidden[rows],

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -187,6 +188,9 @@ class LayerStore(ABC):
 
     def __init__(self) -> None:
         self.tail = Buffer()
+
+    def bind(self, layer: int, parts: Any) -> None:  # noqa: B027
+        """Learn which layer of which model this is, before anything is appended. Most stores don't care."""
 
     def append(self, k: Tensor, v: Tensor, positions: Int[Tensor, "B T"], valid: Bool[Tensor, "B T"] | None) -> None:
         self.tail.append(k, v, positions, valid)

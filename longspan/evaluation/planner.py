@@ -42,7 +42,7 @@ class Shape:
         if policy is None:
             return entries * context * dense + rows * self.layers * context * POSITION_BYTES
         entry = (policy.store.entry_bytes(self.head_dim, self.itemsize) if policy.store else dense) + POSITION_BYTES
-        return round(entries * policy.budget.amount.tokens(context, entry * entries) * entry)
+        return round(entries * policy.expected(context, entry * entries) * entry)
 
 
 @dataclass(frozen=True)

@@ -86,9 +86,8 @@ def make_profile(loaded: Loaded, recipe: Recipe | str, progress: Progress | None
     method = needing(recipe)
     if answers not in ANSWERS:
         raise Refused(f"answers={answers!r}: expected {' or '.join(ANSWERS)}.")
-    assert recipe.cache is not None
     with _transformed(recipe, loaded.model):
-        key = profiles.key_of(loaded.model, method, str(recipe.cache.score))
+        key = profiles.key_of(loaded.model, method, str(recipe.scored.score))
     path = out or key.path
     if not again and (found := _there(path, key)) is not None:
         return Made(path, found, True, time.perf_counter() - start)
@@ -156,9 +155,8 @@ def observe(model: Any, recipe: Recipe, reading: Reading, ends: Sequence[int] = 
         ends: tokens that end an answer.
         draw: random state for answers the model writes; likeliest tokens without it.
     """
-    assert recipe.cache is not None
     seen = _Seen()
-    policy = CachePolicy(recipe.cache.score, _Look(recipe.cache, seen))
+    policy = CachePolicy(recipe.scored.score, _Look(recipe.scored, seen))
     ids = torch.tensor([reading.ids], device=model.device)
     found = []
     with _transformed(recipe, model), _watched(model, Recipe(cache=policy)) as run:
@@ -196,8 +194,7 @@ def _check_seen(seen: _Seen, recipe: Recipe, reading: Reading, layers: int) -> N
         raise Refused("every layer of this model has a sliding window shorter than the calibration texts and evicts by "
                       f"itself; ask for texts shorter than the window (they had {len(reading.ids)} tokens).")
     if len(seen.scores) < layers:
-        assert recipe.cache is not None
-        raise Refused(f"calibration texts of {len(reading.ids)} tokens are too short for {recipe.cache.score}, which keeps "
+        raise Refused(f"calibration texts of {len(reading.ids)} tokens are too short for {recipe.scored.score}, which keeps "
                       "all of them anyway; ask for longer ones.")
 
 

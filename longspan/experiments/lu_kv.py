@@ -99,8 +99,8 @@ def make(loaded: Loaded, score: str, place: Path, readings: Sequence[Reading], s
     """LU-KV's profile of a score, in a file of its own."""
     recipe = Recipe.parse(f"{score} @ lu-kv(n_sink={SINKS}, window={NEWEST})")
     assert recipe.cache is not None
-    budget: Any = recipe.cache.budget
-    key = profiles.key_of(loaded.model, budget, str(recipe.cache.score))
+    budget: Any = recipe.scored.budget
+    key = profiles.key_of(loaded.model, budget, str(recipe.scored.score))
     profile = Profile(key, budget.fit(gather(loaded, recipe, readings, seed=seed)))
     profiles.save(profile, place)
     return profile
@@ -110,7 +110,7 @@ def recipes(score: str, kept: float, place: Path) -> list[Recipe]:
     """The three budgets with the same tokens sure of staying, and the library's own two."""
     found = [Recipe.parse(f"{score} @ {name}(budget={kept})") for name in ("uniform", "adakv")]
     plain = [replaced(recipe, f"{name}, nothing guarded") for recipe, name in zip(found, ALLOCATORS)]
-    guarded = [replaced(recipe, name, Guarded(recipe.cache.score)) for recipe, name in zip(found, ALLOCATORS) if recipe.cache]
+    guarded = [replaced(recipe, name, Guarded(recipe.scored.score)) for recipe, name in zip(found, ALLOCATORS) if recipe.cache]
     shared = Recipe.parse(f'{score} @ lu-kv(n_sink={SINKS}, window={NEWEST}, budget={kept}, profile="{place}")')
     return [*guarded, replaced(shared, "lu-kv"), *plain]
 
@@ -118,8 +118,8 @@ def recipes(score: str, kept: float, place: Path) -> list[Recipe]:
 def replaced(recipe: Recipe, name: str, score: Score | None = None) -> Recipe:
     """The same recipe under another name, or with another score."""
     assert recipe.cache is not None
-    budget: Budget = recipe.cache.budget
-    return Recipe(cache=CachePolicy(score or recipe.cache.score, budget), name=name)
+    budget: Budget = recipe.scored.budget
+    return Recipe(cache=CachePolicy(score or recipe.scored.score, budget), name=name)
 
 
 @dataclass(frozen=True)

@@ -203,8 +203,7 @@ def measure(scale: str, progress: Callable[[str], None]) -> Outcome:
         rows.append({"setting": "full", "budget": 1.0, "variant": "full", "error": 0.0, "layer_error": 0.0,
                      "nll": nll(reading.logprobs, reading)})
         for name, recipe, cut in settings(size, q):
-            assert recipe.cache is not None
-            masks = [kept(recipe.cache, call, cut, len(reading.calls)) for call in reading.calls]
+            masks = [kept(recipe.scored, call, cut, len(reading.calls)) for call in reading.calls]
             row = name | go_on(model, reading, masks, cut) | {"layer_error": layer_error(reading, masks)}
             rows.append(row)
             if agree is None:

@@ -9,10 +9,11 @@ import pytest
 import torch
 from layer_contexts import random_context
 
-from longspan.cache.base import Budget, CachePolicy, KeepPlan, Score, column_sums
+from longspan.cache.base import Budget, KeepPlan, Score, column_sums
 from longspan.cache.budgets.adakv import AdaKV
 from longspan.cache.budgets.uniform import Uniform
 from longspan.cache.layer import packed, select_rows
+from longspan.cache.policy import CachePolicy
 from longspan.cache.schedules.every import Every
 from longspan.cache.schedules.per_chunk import PerChunk
 from longspan.cache.schedules.prompt import AtPrompt

@@ -10,9 +10,9 @@ import torch
 from layer_contexts import random_context
 from tiny_models import tiny, tiny_ids
 
-from longspan.cache.base import CachePolicy
 from longspan.cache.budgets.long_context_heads import LongContextHeads
 from longspan.cache.budgets.uniform import Uniform
+from longspan.cache.policy import CachePolicy
 from longspan.cache.scores.knorm import KNorm
 from longspan.models import find_parts
 from longspan.models import frequency_kernels as fk

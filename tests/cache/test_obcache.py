@@ -12,9 +12,9 @@ from layer_contexts import random_context
 from masked_oracle import check_against_oracle
 from tiny_models import tiny, tiny_ids
 
-from longspan.cache.base import CachePolicy
 from longspan.cache.budgets.adakv import AdaKV
 from longspan.cache.budgets.uniform import Uniform
+from longspan.cache.policy import CachePolicy
 from longspan.cache.scores.criticalkv import CriticalKV
 from longspan.cache.scores.h2o import H2O
 from longspan.cache.scores.obcache import VARIANTS, OBCache, output_error, row_error, value_factor, weights_and_logits

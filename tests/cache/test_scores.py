@@ -10,10 +10,11 @@ import torch
 from layer_contexts import parts_of, plain_attention, random_context
 
 from longspan import grammar
-from longspan.cache.base import CachePolicy, column_sums, newest, oldest, protect, top_mask
+from longspan.cache.base import column_sums, newest, oldest, protect, top_mask
 from longspan.cache.budgets.adakv import AdaKV
 from longspan.cache.budgets.pyramid import Pyramid
 from longspan.cache.budgets.uniform import Uniform
+from longspan.cache.policy import CachePolicy
 from longspan.cache.scores.criticalkv import CriticalKV, projected_norm
 from longspan.cache.scores.expected_attention import ExpectedAttention
 from longspan.cache.scores.full import Full

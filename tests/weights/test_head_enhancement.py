@@ -99,6 +99,7 @@ def test_a_pairs_energy_grows_by_the_square(family):
     assert torch.equal(after[[0, 1, 3]], before[[0, 1, 3]])
 
 
+@pytest.mark.filterwarnings("ignore:the model's queries or keys have a bias")
 @pytest.mark.parametrize("family", FAMILIES)
 def test_everything_is_given_back(family):
     model = tiny(family).to(torch.bfloat16)
