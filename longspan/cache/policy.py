@@ -67,11 +67,7 @@ class CachePolicy:
         if bool(keep_all.all()):
             return KeepPlan(x.valid.clone())
         self._check_budget(budget, keep_all, x)
-        if x.q.shape[2] > rows:  # a batch may carry several policies, and the widest window was kept
-            hidden = None if x.hidden is None else x.hidden[:, x.q.shape[2] - rows :]
-            first = x.q.shape[2] - rows
-            x = replace(x, q=x.q[:, :, first:], q_valid=x.q_valid[:, first:], q_positions=x.q_positions[:, first:],
-                        hidden=hidden)
+        x = newest_rows(x, rows)
         x.budget, x.protected, x.score = budget, protected, str(self.score)
         scores = self.score.score(x).float()
         if scores.shape != x.valid.shape:
@@ -132,7 +128,7 @@ class OwnPolicy:
 
     def plan(self, x: LayerContext) -> KeepPlan:
         """Which entries of this layer stay."""
-        plan = self.chooser.plan(x)
+        plan = self.chooser.plan(newest_rows(x, self.window_rows()))
         if plan.mask.shape != x.valid.shape:
             raise ValueError(f"{self.chooser.card.name} planned {tuple(plan.mask.shape)} for entries {tuple(x.valid.shape)}")
         return KeepPlan(plan.mask & x.valid, plan.shift)
@@ -142,6 +138,15 @@ class OwnPolicy:
 
 
 AnyPolicy = CachePolicy | OwnPolicy
+
+
+def newest_rows(x: LayerContext, rows: int) -> LayerContext:
+    """The context with its newest `rows` query rows: several policies may look on, and the widest window was kept."""
+    first = x.q.shape[2] - rows
+    if first <= 0:
+        return x
+    return replace(x, q=x.q[:, :, first:], q_valid=x.q_valid[:, first:], q_positions=x.q_positions[:, first:],
+                   hidden=None if x.hidden is None else x.hidden[:, first:])
 
 
 def _with(head: str, extra: dict[str, Any]) -> str:

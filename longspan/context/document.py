@@ -129,6 +129,18 @@ class Context:
         with self._on(), self._taken_back():
             return token_nlls(self.loaded.model, self.cache, self._next_logits(question), answer, chunk)
 
+    def forced(self, question: Sequence[int], answer: Sequence[int]) -> tuple[list[float], list[bool]]:
+        """For each token of an answer given after the question: its negative log-likelihood (nats), and whether it is the
+        likeliest token there. If all are, greedy decoding would write this answer."""
+        ids = torch.tensor([[*question, *answer]], device=self.loaded.model.device)
+        with self._on(), self._taken_back():
+            after = read(self.loaded.model, ids, self.cache, last=len(answer) + bool(question))
+        assert self.logits is not None
+        before = after if question else torch.cat([self.logits[:, None], after], 1)
+        logits, wanted = before[0, :-1], ids[0, len(question) :]
+        nlls = -logits.log_softmax(-1).gather(-1, wanted[:, None])[:, 0]
+        return nlls.tolist(), (logits.argmax(-1) == wanted).tolist()
+
     def append(self, turn: str) -> None:
         """Add text to the document. What was read before is not read again; the new text is kept whole."""
         ids = self.loaded.tokenizer("\n\n" + turn, add_special_tokens=False)["input_ids"]

@@ -24,7 +24,7 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor, nn
 
-from longspan.cache import Budget, CachePolicy, LayerContext, profiles, top_mask
+from longspan.cache import Budget, CachePolicy, LayerContext, fork, gatherer, profiles, top_mask
 from longspan.cache.profiles import Evidence, Profile
 from longspan.context.document import check_window
 from longspan.decoding import end_ids, read
@@ -81,25 +81,56 @@ def make_profile(loaded: Loaded, recipe: Recipe | str, progress: Progress | None
     Raises:
         Refused: nothing in the recipe needs a profile, or the texts can't be read under it.
     """
+    made, = make_profiles(loaded, [recipe], progress, contexts=contexts, questions=questions, length=length, answers=answers,
+                          text=text, seed=seed, out=out, again=again)
+    return made
+
+
+def make_profiles(loaded: Loaded, recipes: Sequence[Recipe | str], progress: Progress | None = None, *, contexts: int = 8,
+                  questions: int = 2, length: int | None = None, answers: str = "sampled", text: str = "pydoc", seed: int = 0,
+                  out: Path | None = None, again: bool = False) -> list[Made]:
+    """`make_profile` for several recipes: texts are read and answers written once for all that need it.
+
+    Raises:
+        Refused: also where recipes change weights or positions in different ways, or share one file.
+    """
     start = time.perf_counter()
-    recipe = Recipe.parse(recipe) if isinstance(recipe, str) else recipe
-    method = needing(recipe)
+    parsed = [Recipe.parse(r) if isinstance(r, str) else r for r in recipes]
+    methods = [needing(r) for r in parsed]
     if answers not in ANSWERS:
         raise Refused(f"answers={answers!r}: expected {' or '.join(ANSWERS)}.")
-    with _transformed(recipe, loaded.model):
-        key = profiles.key_of(loaded.model, method, str(recipe.scored.score))
-    path = out or key.path
-    if not again and (found := _there(path, key)) is not None:
-        return Made(path, found, True, time.perf_counter() - start)
+    if out is not None and len(parsed) > 1:
+        raise Refused(f"one file ({str(out)!r}) can't hold the profiles of {len(parsed)} recipes; leave it out.")
+    if len({(r.weights, r.positions) for r in parsed}) > 1:
+        raise Refused("recipes that change weights or positions in different ways can't share a reading; profile them one by one.")
+    with _transformed(parsed[0], loaded.model):
+        keys = [profiles.key_of(loaded.model, m, str(r.scored.score)) for m, r in zip(methods, parsed)]
+    paths = [out or key.path for key in keys]
+    known = [None if again else _there(path, key) for path, key in zip(paths, keys)]
+    missing = [n for n, profile in enumerate(known) if profile is None]
+    if not missing:
+        return [Made(path, p, True, time.perf_counter() - start) for path, p in zip(paths, known) if p is not None]
     length = min(1024, context_window(loaded.model) // 2) if length is None else length
     readings = calibration(loaded.tokenizer, contexts=contexts, questions=questions, length=length, known=answers == "known",
                            text=text, seed=seed)
-    shown = gather(loaded, recipe, readings, seed=seed, progress=progress)
-    source = load_text(text)
-    notes = {"model": loaded.name, "recipe": str(recipe), "contexts": contexts, "questions": questions, "length": length,
-             "answers": answers, "text": text, "text_sha256": source.sha256, "seed": seed}
-    profile = Profile(key, method.fit(shown), notes)
-    return Made(profiles.save(profile, path), profile, False, time.perf_counter() - start)
+    shown = gather_all(loaded, [parsed[n] for n in missing], readings, seed=seed, progress=progress)
+    notes = {"model": loaded.name, "contexts": contexts, "questions": questions, "length": length,
+             "answers": answers, "text": text, "text_sha256": load_text(text).sha256, "seed": seed}
+    tensors = _fits([methods[n] for n in missing], shown)
+    found = {n: Profile(keys[n], fitted, notes | {"recipe": str(parsed[n])}) for n, fitted in zip(missing, tensors)}
+    for n, profile in found.items():
+        profiles.save(profile, paths[n])
+    seconds = time.perf_counter() - start
+    return [Made(path, found.get(n) or p, n not in found, seconds)  # type: ignore[arg-type]
+            for n, (path, p) in enumerate(zip(paths, known))]
+
+
+def _fits(methods: Sequence[Any], shown: Iterator[list[Evidence]]) -> list[dict[str, Tensor]]:
+    """What each method makes of its own evidence. One alone takes it as it comes; several need all of it first."""
+    if len(methods) == 1:
+        return [methods[0].fit(own for own, in shown)]
+    rows = list(shown)
+    return [m.fit(row[n] for row in rows) for n, m in enumerate(methods)]
 
 
 def _there(path: Path, key: profiles.Key) -> Profile | None:
@@ -135,6 +166,12 @@ def gather(loaded: Loaded, recipe: Recipe, readings: Sequence[Reading], *, seed:
     Raises:
         Refused: a text is too long for the model, or too short for the score.
     """
+    return (shown for shown, in gather_all(loaded, [recipe], readings, seed=seed, progress=progress))
+
+
+def gather_all(loaded: Loaded, recipes: Sequence[Recipe], readings: Sequence[Reading], *, seed: int = 0,
+               progress: Progress | None = None) -> Iterator[list[Evidence]]:
+    """What every question shows, for several recipes at once: texts are read and answers written once for all."""
     ends = end_ids(loaded.model, loaded.tokenizer)
     for n, reading in enumerate(readings):
         if progress is not None:
@@ -142,7 +179,7 @@ def gather(loaded: Loaded, recipe: Recipe, readings: Sequence[Reading], *, seed:
         longest = max(len(q.ids) + (len(q.answer) or MAX_WRITTEN) for q in reading.questions)
         check_window(loaded, len(reading.ids) + longest, "calibration text, question and answer together")
         draw = torch.Generator().manual_seed(seed * 100_003 + n)
-        yield from observe(loaded.model, recipe, reading, ends, draw)
+        yield from observe_all(loaded.model, recipes, reading, ends, draw)
     if progress is not None:
         progress(len(readings), len(readings), "")
 
@@ -155,20 +192,29 @@ def observe(model: Any, recipe: Recipe, reading: Reading, ends: Sequence[int] = 
         ends: tokens that end an answer.
         draw: random state for answers the model writes; likeliest tokens without it.
     """
-    seen = _Seen()
-    policy = CachePolicy(recipe.scored.score, _Look(recipe.scored, seen))
+    return [shown for shown, in observe_all(model, [recipe], reading, ends, draw)]
+
+
+def observe_all(model: Any, recipes: Sequence[Recipe], reading: Reading, ends: Sequence[int] = (),
+                draw: torch.Generator | None = None) -> list[list[Evidence]]:
+    """What each question about one text shows of each recipe's score. The recipes share their transforms."""
+    looks = [_Seen() for _ in recipes]
+    policies = [CachePolicy(r.scored.score, _Look(r.scored, seen)) for r, seen in zip(recipes, looks)]
     ids = torch.tensor([reading.ids], device=model.device)
     found = []
-    with _transformed(recipe, model), _watched(model, Recipe(cache=policy)) as run:
-        cache = run.new_cache(Prompt(ids, len(reading.ids)))
-        read(model, ids, cache)
-        _check_seen(seen, recipe, reading, len(cache.policy_layers))
+    with _transformed(recipes[0], model), _watched(model, Recipe(cache=gatherer(policies))) as run:
+        base = run.new_cache(Prompt(ids, len(reading.ids)))
+        read(model, ids, base)
+        for recipe, policy, seen in zip(recipes, policies, looks):
+            fork(base, policy)
+            _check_seen(seen, recipe, reading, len(base.policy_layers))
+        cache = fork(base, None)
         for question in reading.questions:
             point = cache.snapshot()
             logits = read(model, torch.tensor([question.ids], device=model.device), cache)[:, 0]
-            run.need = Need(seen.sizes)
+            run.need = Need(looks[0].sizes)
             if _write(model, cache, logits, question, ends, draw):
-                found.append(seen.evidence(run.need, cache.n_layers))
+                found.append([seen.evidence(run.need, cache.n_layers) for seen in looks])
             run.need = None
             cache.restore(point)
     return found
@@ -308,4 +354,5 @@ class Need:
         self.found[call.layer] = needed if before is None else torch.maximum(before, needed)
 
 
-__all__ = ["ANSWERS", "Evidence", "Made", "Need", "gather", "make_profile", "needing", "observe", "value_sizes"]
+__all__ = ["ANSWERS", "Evidence", "Made", "Need", "gather", "gather_all", "make_profile", "make_profiles", "needing", "observe",
+           "observe_all", "value_sizes"]

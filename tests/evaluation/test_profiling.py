@@ -196,3 +196,20 @@ def test_evidence_is_taken_one_text_at_a_time(loaded):
     shown = profiling.gather(loaded, Recipe.parse(RECIPE), [random_reading(40, questions=1, seed=s) for s in range(3)])
     assert len(list(itertools.islice(shown, 1))) == 1
     assert loaded.model.config._attn_implementation != "longspan"
+
+
+def test_several_recipes_share_their_texts(loaded, monkeypatch, tmp_path):
+    """Profiles made together are those made one by one, and what is there already isn't made again."""
+    recipes = ["knorm @ lu-kv", "h2o @ lu-kv", "snapkv(window=8) @ lu-kv"]
+    options = {"contexts": 2, "questions": 1, "length": 300}
+    monkeypatch.setenv("LONGSPAN_CACHE", str(tmp_path / "alone"))
+    alone = [profiling.make_profile(loaded, r, **options) for r in recipes]
+    monkeypatch.setenv("LONGSPAN_CACHE", str(tmp_path / "together"))
+    profiling.make_profile(loaded, recipes[1], **options)
+    together = profiling.make_profiles(loaded, recipes, **options)
+    assert [made.reused for made in together] == [False, True, False]
+    for one, all_ in zip(alone, together):
+        assert one.profile.key == all_.profile.key and one.profile.notes == all_.profile.notes
+        assert torch.equal(one.profile.tensors["ratios"], all_.profile.tensors["ratios"])
+    with pytest.raises(Refused, match="can't hold the profiles of 3 recipes"):
+        profiling.make_profiles(loaded, recipes, out=tmp_path / "x.safetensors")
