@@ -6,7 +6,7 @@ PIP    := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 export TOKENIZERS_PARALLELISM := false
 export HF_HUB_OFFLINE ?= 1
 
-.PHONY: demo test test-slow test-peer lint docs bench index measure clean
+.PHONY: demo test test-slow test-peer lint docs bench index measure sweep clean
 
 $(VENV)/.installed: pyproject.toml requirements.txt
 	$(PYTHON) -m venv $(VENV)
@@ -57,7 +57,13 @@ bench: $(VENV)/.installed
 	$(BIN)/python benchmarks/block_sparse.py --out docs/data/block_sparse.json
 	$(BIN)/python benchmarks/ragged_decode.py --out docs/data/ragged_decode.json
 	$(BIN)/python benchmarks/decode_memory.py --out docs/data/decode_memory.json
+	$(BIN)/python benchmarks/decode_batch.py --out docs/data/decode_batch.json
+	$(BIN)/python benchmarks/score_cost.py --out docs/data/score_cost.json
 	$(BIN)/python benchmarks/kvpress_peer.py --out docs/data/kvpress.json
+
+# Every score with every allocator and budget, at three lengths; an hour or two, and it goes on where it was stopped.
+sweep: $(VENV)/.installed
+	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/cache_sweep.py --out docs/data/cache_sweep.json
 
 # The results that `longspan plan` starts from.
 measure: $(VENV)/.installed

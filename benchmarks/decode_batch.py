@@ -58,6 +58,20 @@ def main() -> None:
         given.out.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
 
 
+def render(found: dict[str, Any]) -> str:
+    """The result as Markdown, for the documentation."""
+    head = (f"A step of the bundled model ({found['weights_mb']:.0f} MB of weights, {found['dtype']}) after {found['length']:,} "
+            f"tokens, {found['budget']:.0%} kept. Machine: {found['machine']}.\n\n"
+            "| rows | store | cache | ms a step | byte bound | reachable | measured | of the bound |\n"
+            "| --: | :-- | --: | --: | --: | --: | --: | --: |\n")
+    lines = [f"| {b['rows']} | {r['store']} | {r['cache_mb']:,.0f} MB | {r['ms_per_step']:.1f} | {r['bound']:.2f}× | "
+             f"{r['reachable']:.2f}× | {r['speedup']:.2f}× | {r['share_of_bound']:.0%} |"
+             for b in found["batches"] for r in b["stores"] if r["store"] != "floor"]
+    floors = ", ".join(f"{r['ms_per_step']:.1f} ms with {b['rows']}" for b in found["batches"] for r in b["stores"]
+                       if r["store"] == "floor")
+    return head + "\n".join(lines) + f"\n\nOn an empty cache a step takes {floors} rows."
+
+
 def weight_bytes(model: Any) -> int:
     return sum(p.numel() * p.element_size() for p in model.parameters())
 

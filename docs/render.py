@@ -20,7 +20,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(Path(__file__).resolve().parent), str(ROOT)]
 
-from rendering import cards, combinations, commands, results  # noqa: E402
+from rendering import cards, combinations, commands, results, sweep  # noqa: E402
 from rendering.results import Missing  # noqa: E402
 from rendering.text import OUTSIDE_SITE, fill, relink  # noqa: E402
 
@@ -49,6 +49,9 @@ def sections(root: Path) -> dict[str, Callable[[], str]]:
         "results": partial(results.demo_table, docs),
         "likelihood": partial(results.demo_nll, docs),
         "reproduction": partial(results.reproduction, docs),
+        "sweep-winners": partial(sweep.winners, docs),
+        "sweep-pictures": partial(sweep.picture_links, docs),
+        "sweep-tables": partial(sweep.tables, docs),
     }
     return found | {f"benchmark-{name}": partial(results.benchmark, docs, name) for name in results.BENCHMARKS}
 
@@ -80,11 +83,12 @@ def outputs(root: Path = ROOT) -> tuple[dict[Path, str], list[str]]:
         made[root / target] = copied(made[root / source], source)
     for name, text in cards.pages().items():
         made[root / "docs" / "methods" / name] = NOTE.format(source="the method's file") + text
-    try:
-        for name, text in results.demo_pictures(root / "docs").items():
-            made[root / "docs" / "images" / name] = text
-    except Missing as error:
-        missing.append(str(error))
+    for pictures in (results.demo_pictures, sweep.pictures):
+        try:
+            for name, text in pictures(root / "docs").items():
+                made[root / "docs" / "images" / name] = text
+        except Missing as error:
+            missing.append(str(error))
     return made, list(dict.fromkeys(missing))
 
 

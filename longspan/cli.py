@@ -9,8 +9,6 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -18,6 +16,7 @@ import typer
 
 from longspan import registry
 from longspan.registry import Refused
+from longspan.terminal import Dtype, Json, Load, Model, load_model, own_methods, part, progress_bar, quoted, read_text, show
 
 app = typer.Typer(
     name="longspan", no_args_is_help=True, add_completion=False, rich_markup_mode="markdown",
@@ -28,11 +27,6 @@ A *recipe* composes methods: `snapkv(budget=0.2)` keeps a fifth of the key-value
 `xattention + snapkv @ adakv(budget=0.2)` also reads the prompt sparsely, `full` changes nothing.
 See `longspan methods` for all parts and their knobs.""",
 )
-
-Model = Annotated[str | None, typer.Option("--model", "-m", help="Folder, .gguf file or hub id; the bundled model if left out.")]
-Json = Annotated[bool, typer.Option("--json", help="One JSON document on standard output, nothing else.")]
-Load = Annotated[list[Path] | None, typer.Option("--load", help="A Python file that registers methods of your own.")]
-Dtype = Annotated[str | None, typer.Option("--dtype", help="float32, bfloat16 or float16; chosen by the machine if left out.")]
 
 DEFAULT_RECIPES = ["full", "streaming-llm(budget=0.5)", "snapkv(budget=0.5)"]
 DEFAULT_TASKS = ["niah"]
@@ -57,10 +51,6 @@ def fail(sentence: str, code: int) -> None:
     raise SystemExit(code)
 
 
-def show(document: Any) -> None:
-    print(json.dumps(document, indent=2, ensure_ascii=False, default=str))
-
-
 # ------------------------------------------------------------------------------------------------------------- compare
 
 
@@ -73,6 +63,11 @@ def compare(
     examples: Annotated[int, typer.Option("--examples", "-n", help="Examples per task and length.")] = 10,
     seed: Annotated[int, typer.Option(help="Seed of the examples.")] = 0,
     compress: Annotated[str, typer.Option(help="Compress before-question or after-question is read.")] = "before-question",
+    oracle: Annotated[str | None, typer.Option(help="Also compare what scores rank high with what an answer attends to: the "
+                                               "model's own (model-ref) or the right one (gt-ref).")] = None,
+    read_once: Annotated[bool, typer.Option("--read-once", help="Read each example once for all recipes: much faster, with "
+                                            "quality and bytes but no times; answers aren't generated but judged by their "
+                                            "likelihood.")] = False,
     max_new_tokens: Annotated[int | None, typer.Option(help="Cap on generated tokens, below what the tasks ask for.")] = None,
     out: Annotated[Path | None, typer.Option(help="Folder for rows (resumed if there), summary and report.html.")] = None,
     model: Model = None, dtype: Dtype = None, load: Load = None, as_json: Json = False,
@@ -82,16 +77,18 @@ def compare(
     Example: `longspan compare -r full -r "snapkv(budget=0.2)" -t niah -t ruler-vt -l 1024 -n 20 --out runs/first`
     """
     own_methods(load)
-    from longspan.evaluation import Request, parse_task, run, summarise
+    from longspan.evaluation import Request, parse_oracle, parse_task, run, summarise
 
     recipes, tasks, lengths = recipe or DEFAULT_RECIPES, task or DEFAULT_TASKS, length or [1024]
     made = [parse_task(t) for t in tasks]
+    reference = None if oracle is None else parse_oracle(oracle)
     parsed = parse_recipes([r for r in recipes if r.strip() != "auto"])
     loaded = load_model(model, dtype)
     for at, text in enumerate(recipes):
         if text.strip() == "auto":
             parsed.insert(at, choose_recipe(loaded, max(lengths)))
-    request = Request(parsed, made, lengths, examples, seed, compress, out, max_new_tokens, keep_view=out is not None)
+    request = Request(parsed, made, lengths, examples, seed, compress, out, max_new_tokens,
+                      keep_view=out is not None and not read_once, oracle=reference, read_once=read_once)
     with progress_bar("examples") as tick:
         rows = run(loaded, request, tick)
     summary = summarise(rows)
@@ -101,10 +98,12 @@ def compare(
         return
     from rich.console import Console
 
-    from longspan.reporting import summary_table
+    from longspan.reporting import oracle_table, summary_table
 
     console = Console()
     console.print(summary_table(summary, title=f"{loaded.name} · {rows[0]['dtype']}"))
+    if reference is not None:
+        console.print(oracle_table(summary, title=str(reference)))
     if report is not None:
         console.print(f"Report: {report}", soft_wrap=True)
 
@@ -132,10 +131,6 @@ def write_report(request: Any, rows: list[Any], summary: list[Any], tasks: list[
     return write_page(folder / "report.html", rows, summary, views, {"command": command})
 
 
-def quoted(word: str) -> str:
-    return word if word.replace("-", "").replace(".", "").replace("/", "").isalnum() else f'"{word}"'
-
-
 # ----------------------------------------------------------------------------------------------------------------- ask
 
 
@@ -156,7 +151,7 @@ def ask(
 
     made = Recipe.parse(recipe) if recipe.strip() != "auto" else None
     loaded = load_model(model, dtype)
-    from longspan.context import Context
+    from longspan.context import open_context
     from longspan.context.document import check_window
 
     if made is None:
@@ -164,7 +159,7 @@ def ask(
     asked = loaded.tokenizer(question)["input_ids"]
     check_window(loaded, len(loaded.tokenizer(text)["input_ids"]) + len(asked) + max_new_tokens,
                  "document, question and answer together")
-    context = Context.read(loaded, text, made)
+    context = open_context(loaded, text, made)
     answer = context.ask(question, max_new_tokens)
     if as_json:
         show({"model": loaded.name, "recipe": str(made), "question": question, "answer": answer.text,
@@ -177,19 +172,6 @@ def ask(
     held = context.achieved
     print(f"{loaded.name} · {made} · {held.seen:,} tokens read in {context.read_s:.1f} s · "
           f"{human_bytes(held.cache_bytes)} of {human_bytes(held.full_bytes)} held", file=sys.stderr)
-
-
-def read_text(file: Path) -> str:
-    if not file.is_file():
-        what = "is a folder" if file.is_dir() else "no such file"
-        raise Refused(f"{str(file)!r}: {what}; expected a text file.")
-    try:
-        text = file.read_text(encoding="utf-8")
-    except UnicodeDecodeError as error:
-        raise Refused(f"{str(file)!r} is not text: byte {error.start} is not UTF-8; expected a plain text file.") from error
-    if "\x00" in text:
-        raise Refused(f"{str(file)!r} is not text: it holds zero bytes; expected a plain text file.")
-    return text
 
 
 # ------------------------------------------------------------------------------------------------- methods and tasks
@@ -297,7 +279,8 @@ def plan(
 
 @app.command()
 def profile(
-    recipe: Annotated[str, typer.Argument(help="A recipe with a method that needs a profile, such as 'snapkv @ lu-kv'.")],
+    recipe: Annotated[list[str], typer.Argument(help="A recipe with a method that needs a profile, such as 'snapkv @ lu-kv'; "
+                                                "several share the work.")],
     contexts: Annotated[int, typer.Option(min=1, help="Calibration texts.")] = 8,
     questions: Annotated[int, typer.Option(min=1, help="Questions about each text.")] = 2,
     length: Annotated[int | None, typer.Option("--length", "-l", min=1, help="Tokens of a text; 1024, or half of a shorter "
@@ -314,20 +297,21 @@ def profile(
     Example: `longspan profile "snapkv @ lu-kv(budget=0.2)"`
     """
     own_methods(load)
-    from longspan.evaluation.profiling import make_profile, needing
-    from longspan.recipe import Recipe
+    from longspan.evaluation.profiling import make_profiles, needing
 
-    parsed = Recipe.parse(recipe)
-    needing(parsed)  # refuses before a model is loaded
+    parsed = parse_recipes(recipe)
+    for one in parsed:
+        needing(one)  # refuses before a model is loaded
     loaded = load_model(model, dtype)
     with progress_bar("texts") as tick:
-        made = make_profile(loaded, parsed, tick, contexts=contexts, questions=questions, length=length, answers=answers,
-                            text=text, seed=seed, out=out, again=again)
+        profiles = make_profiles(loaded, parsed, tick, contexts=contexts, questions=questions, length=length, answers=answers,
+                                 text=text, seed=seed, out=out, again=again)
     if as_json:
-        show(made.as_json())
+        show(profiles[0].as_json() if len(profiles) == 1 else [made.as_json() for made in profiles])
         return
-    how = "was there already" if made.reused else f"made in {made.seconds:.0f} s"
-    print(f"{made.profile.key.method} profile of {made.profile.key.score} on {loaded.name}: {how}\n{made.path}")
+    for made in profiles:
+        how = "was there already" if made.reused else f"made in {made.seconds:.0f} s"
+        print(f"{made.profile.key.method} profile of {made.profile.key.score} on {loaded.name}: {how}\n{made.path}")
 
 
 # --------------------------------------------------------------------------------------------------------------- train
@@ -377,62 +361,6 @@ def train(
         return
     for key, value in report.items():
         print(f"{key}: {value}")
-
-
-def part(text: str, role: str) -> Any:
-    """A method given as text: a name, with knobs in parentheses if wanted."""
-    from longspan import grammar
-
-    parts = grammar.parse(text)
-    kind = role.replace("_", "-")
-    if len(parts) != 1 or parts[0].at is not None or registry.card(parts[0].call.name).kind != kind:
-        known = [c.name for c in registry.cards(kind=kind)]
-        raise Refused(f"--{kind} {text!r}: {registry.nearest(text, known, kind)}")
-    return grammar.build(parts[0].call)
-
-
-# -------------------------------------------------------------------------------------------------------------- shared
-
-
-def own_methods(files: list[Path] | None) -> None:
-    """Register the methods of the user's own files."""
-    for file in files or []:
-        registry.load_file(file)
-
-
-def load_model(model: str | None, dtype: str | None) -> Any:
-    from longspan.models import load as load_any
-
-    quiet_libraries()
-    return load_any(model, dtype=dtype)
-
-
-def quiet_libraries() -> None:
-    """Standard error is for our progress and our sentences."""
-    import warnings
-
-    from transformers.utils import logging
-
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()
-    warnings.filterwarnings("ignore", category=FutureWarning)
-
-
-@contextmanager
-def progress_bar(unit: str) -> Iterator[Callable[[int, int, str], None]]:
-    """A bar on standard error when that is a terminal, else nothing. Called with done, total and what comes next."""
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-
-    console = Console(stderr=True)
-    if not console.is_terminal:
-        yield lambda done, total, what: None
-        return
-    columns = (BarColumn(bar_width=24), MofNCompleteColumn(), TextColumn(unit), TimeRemainingColumn(),
-               TextColumn("[dim]{task.description}"))
-    with Progress(*columns, console=console, transient=True) as bars:
-        bar = bars.add_task("starting", total=None)
-        yield lambda done, total, what: bars.update(bar, completed=done, total=total, description=what)
 
 
 if __name__ == "__main__":

@@ -36,6 +36,7 @@ from longspan.cache import (
     Score,
     Store,
 )
+from longspan.cache.cache import check_drops
 from longspan.grammar import Call, Part
 from longspan.models.call import LayerCall, Prompt, plain_attention
 from longspan.models.hook import attached
@@ -82,8 +83,16 @@ class Recipe:
                 raise Refused("recipe 'auto' stands for what the planner chooses and needs a model and a length; "
                               "use `longspan plan`, or `--recipe auto` where a command takes a recipe.")
             made._add(part)
+        made._check_reuse()
         made.name = text.strip()
         return made
+
+    def _check_reuse(self) -> None:
+        """Documents' caches are made with the model as it is, and hold every token."""
+        others = [m for m in self.methods if m is not self.reuse]
+        if self.reuse is not None and others:
+            raise Refused(f"{self.reuse} + {others[0]}: caches of documents are read and kept by the plain model, so "
+                          f"{self.reuse.card.name} stands alone in a recipe; compare the two as recipes of their own.")
 
     def _add(self, part: Part) -> None:
         kind = card(part.call.name).kind
@@ -130,6 +139,9 @@ class Recipe:
         Raises:
             Refused: the model, or a `generate` argument, can't be combined with the recipe.
         """
+        if self.reuse is not None:
+            raise Refused(f"{self.reuse} joins documents for a question, which a bare prompt doesn't tell; use "
+                          "longspan.context.open_context(loaded, text, recipe), `longspan ask`, or `longspan compare`.")
         with per_row([self], model) as run:
             self.last_run = run
             yield run
@@ -173,7 +185,9 @@ def _own_policy(call: Call) -> OwnPolicy:
     store, schedule = _method(given.get("store"), "store"), _method(given.get("schedule"), "schedule")
     assert store is None or isinstance(store, Store)
     assert schedule is None or isinstance(schedule, Schedule)
-    return OwnPolicy(chooser, store, schedule)
+    made = OwnPolicy(chooser, store, schedule)
+    check_drops([made])
+    return made
 
 
 def _method(value: Any, kind: str) -> Method | None:
@@ -191,7 +205,7 @@ def _where(kind: str, name: str) -> str:
     places = {"budget": f"write it behind a score, as in snapkv @ {name}(budget=0.2).",
               "store": f"write it into a score, as in snapkv(store={name}).",
               "schedule": f"write it into a score, as in snapkv(schedule={name}).",
-              "task": f"use it as --task {name}."}
+              "task": f"use it as --task {name}.", "oracle": f"use it as --oracle {name}."}
     return places.get(kind, f"see `longspan methods {name}`.")
 
 
@@ -219,8 +233,10 @@ class Run:
         self.pairs = PairCount()
         self.parts: Any = None
         self.needs_hidden = any(r.cache.can("hidden-states") for r in recipes if r.cache is not None)
+        self.drops_tokens = any(r.cache.can("drops-tokens") for r in recipes if r.cache is not None)
         self._caches: weakref.WeakSet[RecipeCache] = weakref.WeakSet()
         self._last: Achieved | None = None
+        check_drops([r.cache for r in recipes])
 
     # -- what the hook asks for
 

@@ -5,12 +5,17 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from tiny_models import tiny_ids
+import torch
+from tiny_models import tiny, tiny_ids
+from torch import Tensor
 
 from longspan.cache import profiles
+from longspan.cache.index_memory import Weights
 from longspan.cache.profiles import Profile
+from longspan.cache.stores.latent_memory import LatentMemory, LatentMemoryLayer, Place
 from longspan.evaluation.calibration import Question, Reading
 from longspan.evaluation.profiling import observe
+from longspan.models import find_parts
 from longspan.recipe import Recipe
 
 
@@ -20,21 +25,52 @@ def random_reading(length: int = 60, *, questions: int = 2, vocab: int = 128, se
     return Reading(draw(length, 0), tuple(Question(draw(3, 2 * i + 1), draw(4, 2 * i + 2)) for i in range(questions)))
 
 
-def profile_of(recipe: Recipe, model: Any, length: int = 60) -> list[Profile]:
-    """The profiles that the recipe needs on the model, made of one random text; none where it needs none."""
-    if recipe.cache is None:
-        return []
-    score = str(recipe.cache.score)
-    return [Profile(profiles.key_of(model, m, score), m.fit(observe(model, recipe, random_reading(length))))
-            for m in profiles.profiled(recipe.methods)]
+def random_weights(model: Any, *, gate_bias: float = -torch.inf, seed: int = 0) -> dict[str, Tensor]:
+    """Weights of an indexer and a memory for every layer, drawn at random. By default the memory's gate is closed, so that
+    it adds nothing, and a store that has one gives what the entries it keeps give."""
+    parts, g = find_parts(model), torch.Generator().manual_seed(seed)
+    channels, D, L = model.get_input_embeddings().weight.shape[1], parts.head_dim, parts.n_layers
+    draw = lambda *shape: torch.randn(*shape, generator=g) * shape[-1] ** -0.5  # noqa: E731
+    found = {"layers": torch.arange(L), "indexer.query": draw(L, 2, 8, parts.n_heads * D), "indexer.key": draw(L, 8, channels),
+             "indexer.gate": draw(L, 2, channels)}
+    for name in ("memory", "memory-per-head"):
+        found |= {f"{name}.weight": torch.eye(D) + 0.1 * draw(L, D, D), f"{name}.gate_weight": draw(L, D),
+                  f"{name}.gate_bias": torch.full((L,), gate_bias)}
+    return found
+
+
+class ClosedMemory(LatentMemory):
+    """A latent memory without a model behind it, whose gate is closed: for tests of what all stores have in common (four
+    query heads, two key heads of eight channels)."""
+
+    def make(self) -> LatentMemoryLayer:
+        layer = super().make()
+        memory = Weights(random_weights(MEMORY_MODEL)).memory(MEMORY_PARTS, 0, torch.device("cpu"))
+        layer.place = Place(0, MEMORY_PARTS, memory)
+        return layer
+
+
+MEMORY_MODEL = tiny("llama")
+MEMORY_PARTS = find_parts(MEMORY_MODEL)
 
 
 def provide_profiles(recipe: Recipe, model: Any, length: int = 60) -> list[Path]:
-    """Put the profiles that the recipe needs where it looks for them, unless they are there.
+    """Put the profiles that the recipe needs where it looks for them, unless they are there: made of one random text, or
+    weights drawn at random. Those come first: a score that has some must find them before it can be profiled.
 
     Set ``LONGSPAN_CACHE`` to a folder of the test's own first: ``monkeypatch.setenv("LONGSPAN_CACHE", str(tmp_path))``.
     """
     wanted = profiles.profiled(recipe.methods) if recipe.cache is not None else []
-    if all(profiles.key_of(model, m, str(recipe.cache.score)).path.is_file() for m in wanted):
-        return []
-    return [profiles.save(made) for made in profile_of(recipe, model, length)]
+    made = []
+    for method in sorted(wanted, key=lambda m: not m.card.can("trains")):
+        score = "" if method.card.can("trains") else str(recipe.scored.score)
+        if not profiles.key_of(model, method, score).path.is_file():
+            made.append(profiles.save(_profile(recipe, model, method, length)))
+    return made
+
+
+def _profile(recipe: Recipe, model: Any, method: Any, length: int) -> Profile:
+    if method.card.can("trains"):
+        return Profile(profiles.trained_key(model, method), random_weights(model))
+    key = profiles.key_of(model, method, str(recipe.scored.score))
+    return Profile(key, method.fit(observe(model, recipe, random_reading(length))))

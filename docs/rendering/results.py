@@ -17,10 +17,17 @@ from longspan.reporting import human_bytes, human_seconds, markdown_table, paret
 from longspan.reporting.experiments import reproduction_table
 from rendering.text import cell, table
 
-BENCHMARKS = {"block_sparse": "block_sparse.py", "ragged_decode": "ragged_decode.py", "kvpress": "kvpress_peer.py"}
+BENCHMARKS = {
+    "block_sparse": "block_sparse.py",
+    "ragged_decode": "ragged_decode.py",
+    "decode_batch": "decode_batch.py",
+    "score_cost": "score_cost.py",
+    "kvpress": "kvpress_peer.py",
+}
 """Files of docs/data/ that the benchmarks page shows, and the scripts in benchmarks/ that make them."""
 HOW = {
     "demo": "run `make demo`, then `python docs/render.py --take demo`",
+    "cache_sweep": "run `make sweep`",
     "reproduction": "run `longspan reproduce --out docs/reproduction`",
 }
 TITLES = {
@@ -156,6 +163,8 @@ def short(key: str, value: Any) -> str:
     """A figure in the unit that its name says."""
     if value is None:
         return "–"
+    if isinstance(value, dict):
+        return ", ".join(f"{name} {short('', part)}" for name, part in value.items())
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         return str(value)
     if key.endswith("_bytes") or key == "bytes":

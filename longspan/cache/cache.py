@@ -22,6 +22,7 @@ from longspan.cache.policy import AnyPolicy
 from longspan.cache.schedules.prompt import AtPrompt
 from longspan.cache.stores.dense import Dense
 from longspan.models.call import Prompt
+from longspan.models.drop import Dropped
 from longspan.registry import Refused
 
 POSITION_BYTES = 4
@@ -53,17 +54,20 @@ class Achieved:
     compressions: int = 0
     density: float = 1.0
     """Share of causal query-key pairs computed while reading the prompt."""
+    tokens_computed: float = 1.0
+    """Share of the prompt's tokens that a layer computed, mean over layers."""
 
     def as_json(self) -> dict[str, Any]:
         return {"seen": self.seen, "asked": self.asked, "kept_fraction": round(self.kept_fraction, 6),
                 "cache_bytes": self.cache_bytes, "full_cache_bytes": self.full_bytes,
-                "compressions": self.compressions, "density": round(self.density, 6), "kept_per_layer_and_head": self.kept}
+                "compressions": self.compressions, "density": round(self.density, 6),
+                "tokens_computed": round(self.tokens_computed, 6), "kept_per_layer_and_head": self.kept}
 
 
 def achieved_from_json(found: dict[str, Any]) -> Achieved:
     """The inverse of `Achieved.as_json`."""
     names = {"full_bytes": "full_cache_bytes", "kept": "kept_per_layer_and_head"}
-    return Achieved(**{f.name: found[names.get(f.name, f.name)] for f in fields(Achieved)})
+    return Achieved(**{f.name: found[name] for f in fields(Achieved) if (name := names.get(f.name, f.name)) in found})
 
 
 class RecipeCache(Cache):
@@ -89,6 +93,14 @@ class RecipeCache(Cache):
         self.needs_hidden = any(p.can("hidden-states") for p in self.policies)
         self.across: dict[str, Any] = {}
         """Notes that layers share, for choices across layers."""
+        self.drops = any(p.can("drops-tokens") for p in self.policies)
+        if self.drops and any(windows):
+            raise Refused(f"{self.policies[0]} can't drop tokens here: some of the model's layers keep a window of "
+                          f"{min(w for w in windows if w)} tokens; expected layers that see the whole prompt.")
+        self.dropped: Dropped | None = None
+        """The tokens that later layers compute, once a layer of the latest forward has chosen some."""
+        self.computed = 1.0
+        """Share of the prompt's tokens that a layer computed, mean over layers."""
         self.store_method = _one({p.store for p in self.policies}, "store")
         self.schedule: Schedule = _one({p.schedule for p in self.policies}, "schedule") or AtPrompt()
         self.recodes = self.store_method is not None and self.store_method.card.can("lossy")
@@ -158,6 +170,19 @@ class RecipeCache(Cache):
         repeats = self.rows_of_one(batch)
         return (rows[:, None] * repeats + torch.arange(repeats)).flatten()
 
+    def check_whole(self, start: int, stop: int) -> None:
+        """Refuse a prompt that comes in pieces where tokens are to be dropped: the first ones have been through all layers."""
+        prompt = self.prompt_length
+        if prompt is not None and start < prompt and (start or stop < prompt):
+            raise Refused(f"{self.policies[0]} drops prompt tokens while the whole prompt of {prompt} tokens is read at once, "
+                          f"but tokens {start} to {stop} came alone; leave prefill_chunk_size unset, or choose a recipe that "
+                          "drops none.")
+
+    def drop(self, dropped: Dropped, share: float) -> None:
+        """Go on with a `share` of the prompt's tokens after a layer."""
+        self.dropped = dropped
+        self.computed = 1 - (1 - share) * (self.n_layers - 1 - dropped.layer) / self.n_layers
+
     # -- what users ask
 
     def commit(self) -> None:
@@ -169,6 +194,9 @@ class RecipeCache(Cache):
         seen = self.get_seq_length()
         if not seen:
             raise Refused("nothing was read yet, so there is nothing to compress.")
+        if self.drops:
+            raise Refused(f"{self.policies[0]} drops prompt tokens while they are read, which is over; expected a cache that "
+                          "knows its prompt beforehand, as generate() or run.new_cache(Prompt(ids, length)) makes it.")
         records = [layer.record for layer in self.policy_layers]
         if all(record is not None and record.seen == seen for record in records):
             return
@@ -182,12 +210,12 @@ class RecipeCache(Cache):
     def reset(self) -> None:
         """Forget everything that was read, the prompt too."""
         super().reset()
-        self.prompt = None
+        self.prompt, self.dropped, self.computed = None, None, 1.0
 
     def __deepcopy__(self, memo: dict[int, Any]) -> RecipeCache:
         """A cache of its own that goes on from here: what transformers' users do to reuse a prompt."""
         twin = RecipeCache(self.rows, self.n_layers, self.windows, self.prompt)
-        twin.active, twin.kin = self.active, self.kin
+        twin.active, twin.kin, twin.computed = self.active, self.kin, self.computed
         self.kin.add(twin)
         own: Any
         for layer, own in zip(self.layers, twin.layers):
@@ -239,7 +267,25 @@ class RecipeCache(Cache):
         kept = [record.kept.float().mean(0).tolist() for record in last]
         fraction = sum(int(r.kept.sum()) for r in last) / max(1, sum(r.real for r in last))
         return Achieved(last[0].seen, kept, asked, fraction, sum(r.bytes for r in last) + stock, per_token * last[0].seen,
-                        layers[0].compressions if self.policies else 0)
+                        layers[0].compressions if self.policies else 0, tokens_computed=self.computed)
+
+
+def check_drops(policies: list[AnyPolicy | None]) -> None:
+    """Tokens are dropped while the prompt is read and at no other time, and for all rows of a batch in the same way.
+
+    Raises:
+        Refused: another schedule, or rows with other policies.
+    """
+    for policy in policies:
+        if policy is None or not policy.can("drops-tokens"):
+            continue
+        if not isinstance(policy.schedule or AtPrompt(), AtPrompt):
+            raise Refused(f"{policy}: it drops prompt tokens once, when the prompt ends, which schedule={policy.schedule} "
+                          "doesn't fit; leave schedule= out.")
+        other = next((p for p in policies if str(p) != str(policy)), policy)
+        if other is not policy:
+            raise Refused(f"{policy} and {other or 'full'}: all rows of a batch must go on with tokens of the same recipe where "
+                          "one drops some; give each recipe a batch of its own.")
 
 
 def _one(found: set[Any], what: str) -> Any:

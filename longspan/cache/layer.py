@@ -12,7 +12,7 @@ import copy
 import itertools
 import weakref
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -22,53 +22,20 @@ from torch import Tensor
 from transformers.cache_utils import CacheLayerMixin, DynamicSlidingWindowLayer
 
 from longspan.cache.base import KeepPlan, LayerContext
+from longspan.cache.records import Drafts, LayerRecord, Notes, select_rows
 from longspan.cache.store import LayerStore, View, kept_last
 from longspan.cache.stores.dense import Dense, DenseLayer
 from longspan.cache.stores.ragged import Ragged, RaggedLayer
 from longspan.cache.watch import QueryWindow
 from longspan.models.call import LayerCall
+from longspan.models.drop import PROMPT_ROWS, Dropped
+from longspan.registry import Refused
 
 if TYPE_CHECKING:
     from longspan.cache.cache import RecipeCache
 
 Reader = Callable[[LayerCall, Tensor, Tensor, Tensor, Bool[Tensor, "B S"] | None], Tensor | None]
 """Attends query rows over keys and values by a read plan, or returns None to have them attended densely."""
-
-
-@dataclass
-class LayerRecord:
-    """What the last compression of one layer achieved."""
-
-    seen: int
-    """Slots read so far, pads included."""
-    real: int
-    """Real tokens read so far, summed over rows and heads."""
-    kept: Int[Tensor, "B H"]
-    bytes: int
-
-
-@dataclass
-class Notes:
-    """What a policy's score noted about a layer: per held entry, and over all query rows it saw."""
-
-    per_key: dict[str, Float[Tensor, "B H S"]] = field(default_factory=dict)
-    stats: dict[str, Tensor] = field(default_factory=dict)
-
-    def mapped(self, per_key: Callable[[Tensor], Tensor], stats: Callable[[Tensor], Tensor] = lambda t: t) -> Notes:
-        return Notes({n: per_key(t) for n, t in self.per_key.items()}, {n: stats(t) for n, t in self.stats.items()})
-
-
-@dataclass
-class Drafts:
-    """The part of the latest call that may be taken back: rows `first` on, and the layer as it was before them."""
-
-    before: dict[str, Any]
-    call: LayerCall
-    first: int
-
-    @property
-    def stop(self) -> int:
-        return self.call.k.shape[2]
 
 
 class SlidingLayer(DynamicSlidingWindowLayer):
@@ -127,6 +94,8 @@ class PolicyLayer(CacheLayerMixin):
         if self.staged is not None or (self is cache.first and cache.get_seq_length(-1) != self.seen):
             raise RuntimeError("an earlier forward on this cache was broken off, or the model's attention doesn't go through "
                                "the recipe, so its layers hold different tokens; start with a new cache.")
+        if self is cache.first:
+            cache.dropped = None
         self.is_initialized = True
         self.token_bytes = 2 * key_states.shape[1] * key_states.shape[3] * key_states.element_size()
         self.staged = (key_states, value_states)
@@ -154,6 +123,9 @@ class PolicyLayer(CacheLayerMixin):
         drafts, self.drafts = self.drafts, None
         if n == 0:
             return
+        if self.cache.computed < 1 and self.seen - n < (self.cache.prompt_length or 0):
+            raise Refused(f"can't take back {n} tokens: part of the prompt was dropped while it was read; ask for at most "
+                          f"{self.seen - (self.cache.prompt_length or 0)}.")
         if drafts is not None and n <= drafts.stop - drafts.first:
             self._replay(drafts, drafts.stop - n)
             return
@@ -247,33 +219,60 @@ class PolicyLayer(CacheLayerMixin):
         self.staged = self.drafts = None
         self.facts = (call.scale, call.softcap, call.parts)
         self.store.bind(call.layer, call.parts)
-        start, T = self.seen, k.shape[2]
+        dropped = self._left_out(cache)
+        gap = dropped.gap if dropped is not None else 0
+        start, T = self.seen, k.shape[2] + gap
         cuts = cache.cuts(start, start + T)
         if T == 1 and not cuts:
             return self._attend_piece(cache, call, k, v, 0, 1, None)
+        if cache.drops:
+            cache.check_whole(start, start + T)
         outs = []
         for a, b in _pieces(start, start + T, cuts):
+            # Rows of this call that stand for the slots from a to b; what was left out lies in the first piece.
+            first, last = max(0, a - start - gap), b - start - gap
             if cache.may_take_back(a, start + T) and self.drafts is None:
                 # Without what leads back to this layer: a cycle would keep the tensors alive.
-                self.drafts = Drafts(self.snapshot(), replace(call, k=k, v=v, store=None), a - start)
-            outs.append(self._attend_piece(cache, call, k, v, a - start, b - start, read))
+                self.drafts = Drafts(self.snapshot(), replace(call, k=k, v=v, store=None), first)
+            outs.append(self._attend_piece(cache, call, k, v, first, last, read, dropped if a == start else None))
             if b in cuts:
                 self.compress()
+                self._drop(cache, T)
         return outs[0] if len(outs) == 1 else torch.cat(outs, 2)
 
+    def _drop(self, cache: RecipeCache, width: int) -> None:
+        """Let the layers after this one go on with the prompt tokens that the policy has named, if it has."""
+        keep = cache.across.pop(PROMPT_ROWS, None)
+        if keep is not None:
+            real = self._real(len(keep), keep.device)
+            cache.drop(Dropped.after(self.layer, keep, width), int(keep.sum()) / int(real.sum()))
+
+    def _left_out(self, cache: RecipeCache) -> Dropped | None:
+        """What an earlier layer left out of the call that this layer is about to read."""
+        dropped = cache.dropped
+        return dropped if dropped is not None and dropped.layer < self.layer and self.seen == 0 else None
+
+    def _real(self, rows: int, device: torch.device) -> Int[Tensor, " B"]:
+        """Real tokens read so far in each row of the batch, whether or not this layer was given them."""
+        seen = torch.full((rows,), self.seen, device=device)
+        return seen if self.pads is None else seen - self.pads
+
     def _attend_piece(self, cache: RecipeCache, call: LayerCall, k: Tensor, v: Tensor, a: int, b: int,
-                      read: Reader | None) -> Float[Tensor, "B Hq T D"]:
+                      read: Reader | None, dropped: Dropped | None = None) -> Float[Tensor, "B Hq T D"]:
         q, positions, hidden = call.q, call.positions, call.hidden
         if b - a != k.shape[2]:
             q, positions, k, v = q[:, :, a:b], positions[:, a:b], k[:, :, a:b], v[:, :, a:b]
             hidden = None if hidden is None else hidden[:, a:b]
-        valid = cache.real_slots(call.padding, self.seen, self.seen + b - a)
+        slots = b - a + (0 if dropped is None else dropped.gap)
+        valid = cache.real_slots(call.padding, self.seen, self.seen + slots)
         fresh = read is not None and b - a > 1 and self.store.untouched and self.store.tail.length == self.seen
-        self.store.append(k, v, cache.own_positions(self, positions), valid)
-        self.seen += b - a
         if valid is not None:
             pads = (~valid).sum(1)
             self.pads = pads if self.pads is None else self.pads + pads
+        if dropped is not None:
+            valid = None if dropped.real is None else dropped.real[:, : b - a].to(k.device)
+        self.store.append(k, v, cache.own_positions(self, positions), valid)
+        self.seen += slots
         if cache.watches(self.seen):
             self._watch(cache, q, positions, valid, hidden)
         if fresh and read is not None:
@@ -305,12 +304,10 @@ class PolicyLayer(CacheLayerMixin):
         q, positions, valid, hidden = rows
         if valid is None:
             valid = torch.ones(B, q.shape[2], dtype=torch.bool, device=q.device)
-        seen = torch.full((B,), self.seen, device=held.k.device)
-        prompt = cache.prompt
-        real = seen if self.pads is None else seen - self.pads
+        prompt, real = cache.prompt, self._real(B, held.k.device)
         return LayerContext(
             k=held.k, v=held.v, valid=held.valid, positions=held.positions, q=q, q_valid=valid, q_positions=positions,
-            seen=real, prompt=None if prompt is None else real - seen + prompt.length,
+            seen=real, prompt=None if prompt is None else real - self.seen + prompt.length,
             across=cache.across, scale=scale, layer=self.layer, n_layers=cache.n_layers,
             bytes_per_token=cache.entry_bytes(dim, held.k.element_size()) * heads * cache.n_layers * cache.rows_of_one(B),
             softcap=softcap, per_key=notes.per_key, stats=notes.stats, parts=parts, hidden=hidden,
@@ -388,12 +385,3 @@ def packed(t: Float[Tensor, "B H S"], plan: KeepPlan) -> Tensor:
 def _pieces(start: int, stop: int, cuts: list[int]) -> list[tuple[int, int]]:
     edges = [start, *[c for c in cuts if c < stop], stop]
     return list(itertools.pairwise(edges))
-
-
-def select_rows(x: LayerContext, rows: Int[Tensor, " R"]) -> LayerContext:
-    """The context of some rows of a batch."""
-    names = ["k", "v", "valid", "positions", "seen", "q", "q_valid", "q_positions"] + ["prompt"] * (x.prompt is not None)
-    return replace(
-        x, **{n: getattr(x, n)[rows] for n in names}, per_key={n: t[rows] for n, t in x.per_key.items()},
-        stats={n: t[rows] for n, t in x.stats.items()}, hidden=None if x.hidden is None else x.hidden[rows],
-    )

@@ -4,6 +4,10 @@ A method whose card declares ``profile`` is a `Profiled`: shared code shows it `
 of calibration texts, and what answers about them needed later), and it makes a few tensors of that. They lie in one
 safetensors file in the user's cache folder, since a model's own folder may be shared or read-only. The file's name is
 a key of all that the tensors depend on: the model's fingerprint, the method and its settings, the score, and a version.
+
+A method that also declares ``trains`` is a `Trained`: its tensors are weights that a module of its own trains on the
+calibration texts. Methods of one family share a file. Files that come with the package (``trained/``) serve where the
+user has made none.
 """
 
 from __future__ import annotations
@@ -32,6 +36,8 @@ from longspan.registry import Card, Refused
 VERSION = 1
 """A change of what profiles hold, or of how they are made, gets a new number; old files are left alone."""
 AUTO = "auto"
+SHIPPED = Path(__file__).parent / "trained"
+"""Weights that come with the package."""
 
 
 @dataclass(frozen=True)
@@ -64,6 +70,25 @@ class Profiled(Protocol):
         """
 
 
+class Trained(Protocol):
+    """A method whose weights are trained, whatever the score beside it."""
+
+    card: ClassVar[Card]
+    family: ClassVar[str]
+    """Methods of one family share a file."""
+    trainer: ClassVar[str]
+    """The module that trains it, imported when it is asked to: it defines ``train(model, texts, methods, found, …)``."""
+
+    def profile_settings(self) -> dict[str, Any]:
+        """Those of its knobs that all tensors of the file depend on."""
+
+    def profile_tensors(self) -> tuple[str, ...]:
+        """Names of the tensors that it needs of the file."""
+
+    def profile_recipe(self) -> str:
+        """A recipe that `longspan profile` trains it for."""
+
+
 @dataclass(frozen=True)
 class Key:
     """All that a profile depends on."""
@@ -80,9 +105,16 @@ class Key:
         digest = hashlib.sha256(json.dumps([VERSION, *vars(self).values()]).encode()).hexdigest()
         return cache_folder() / "profiles" / self.model[:16] / f"{self.method}-{digest[:16]}-v{VERSION}.safetensors"
 
+    @property
+    def shipped(self) -> Path:
+        """Where it would lie if it came with the package."""
+        return SHIPPED / f"{self.model[:16]}-{self.path.name}"
+
 
 def key_of(model: nn.Module, method: Profiled, score: str) -> Key:
     """The key of the profile that `method` needs on `model` beside the score written as `score`."""
+    if method.card.can("trains"):
+        return trained_key(model, method)  # type: ignore[arg-type]
     return Key(model_key(model), method.card.name, json.dumps(method.profile_settings(), sort_keys=True), score)
 
 
@@ -178,9 +210,13 @@ def find(model: nn.Module, method: Profiled, score: str, where: str = AUTO) -> P
 
 def command(model: nn.Module, method: Profiled, score: str) -> str:
     """The command line that makes this profile."""
+    return _command(model, f"{score} @ {method}")
+
+
+def _command(model: nn.Module, recipe: str) -> str:
     source = str(getattr(model.config, "_name_or_path", "") or "")
     model_option = "" if _is_bundled(source) else f" --model {shlex.quote(source or 'MODEL')}"
-    return f"longspan profile {shlex.quote(f'{score} @ {method}')}{model_option}"
+    return f"longspan profile {shlex.quote(recipe)}{model_option}"
 
 
 def _is_bundled(source: str) -> bool:
@@ -190,6 +226,49 @@ def _is_bundled(source: str) -> bool:
         return Path(source).name.startswith(f"{bundled_gguf().stem}-") and resolve()[0] == Path(source)
     except Refused:
         return False
+
+
+# -------------------------------------------------------------------------------------------------- trained weights
+
+
+def trained_key(model: nn.Module, method: Trained) -> Key:
+    """The key of the weights of `method` on `model`: they serve any score."""
+    return Key(model_key(model), method.family, json.dumps(method.profile_settings(), sort_keys=True), "every score")
+
+
+def find_trained(model: nn.Module, method: Trained, where: str = AUTO) -> Profile:
+    """The weights that `method` needs on `model`: those the user has trained, else those that come with the package.
+
+    Args:
+        where: a file, or "auto": one of the two places its key names.
+
+    Raises:
+        Refused: there are none, or the file was made for another model or without this method; with the command.
+    """
+    key = trained_key(model, method)
+    out = "" if where == AUTO else f" --out {shlex.quote(where)}"
+    make = f"train them once with: {_command(model, method.profile_recipe())}{out}"
+    if where == AUTO:
+        for path in (key.path, key.shipped):
+            if path.is_file() and (found := load(path)).key == key and not missing(found, [method]):
+                return found
+        raise Refused(f"{method.card.name} needs weights trained for this model and there are none; {make}")
+    path = Path(where).expanduser()
+    if not path.is_file():
+        raise Refused(f"{method.card.name} needs weights trained for this model and there are none in {where!r}; {make}")
+    found = load(path)
+    for name, value in vars(key).items():
+        if getattr(found.key, name) != value:
+            raise Refused(f"the weights in {where!r} were trained for {name} {getattr(found.key, name)}, and {value} is wanted; "
+                          f"{make}")
+    if lacking := missing(found, [method]):
+        raise Refused(f"the file {where!r} has no {lacking[0]}, which {method.card.name} needs; {make}")
+    return found
+
+
+def missing(found: Profile, methods: Iterable[Trained]) -> list[str]:
+    """Tensors that `methods` need and the profile doesn't hold."""
+    return [name for method in methods for name in method.profile_tensors() if name not in found.tensors]
 
 
 # ------------------------------------------------------------------------------------------------- which model it is

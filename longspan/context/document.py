@@ -25,6 +25,7 @@ from safetensors.torch import safe_open, save_file
 from torch import Tensor
 
 from longspan.cache import Achieved, RecipeCache, achieved_from_json
+from longspan.context.units import with_units
 from longspan.decoding import Generated, end_ids, greedy, read, token_nlls
 from longspan.models import Loaded, Prompt
 from longspan.models.load import context_window
@@ -83,14 +84,19 @@ class Context:
     @classmethod
     def from_ids(cls, loaded: Loaded, ids: Sequence[int], recipe: Recipe | str = "full", *, foot: str = "",
                  spans: dict[str, list[tuple[int, int]]] | None = None) -> Context:
-        """Read and compress tokens that are already framed (chat template and all)."""
+        """Read and compress tokens that are already framed (chat template and all).
+
+        `spans` names token ranges with a meaning, such as ``shots``; a recipe that keeps whole units of text gets the
+        sentences where no shots are named.
+        """
         recipe = Recipe.parse(recipe) if isinstance(recipe, str) else recipe
         check_window(loaded, len(ids), "the document")
         context = cls(loaded, recipe, None, list(ids), foot)  # type: ignore[arg-type]
         tensor = torch.tensor([context.ids], device=loaded.model.device)
         start = time.perf_counter()
+        marked = with_units(spans, recipe, loaded.tokenizer, context.ids)
         with recipe.on(loaded.model) as run:
-            context.cache = run.new_cache(Prompt(tensor, len(context.ids), spans or {}))
+            context.cache = run.new_cache(Prompt(tensor, len(context.ids), marked))
             context.logits = read(loaded.model, tensor, context.cache)[:, 0]
         context.read_s = time.perf_counter() - start
         context.achieved = run.achieved

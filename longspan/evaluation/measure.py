@@ -10,13 +10,15 @@ from typing import Any
 import numpy as np
 from jaxtyping import Bool
 
-from longspan.context import Context
+from longspan.context import Context, ReusedContext, open_context
 from longspan.context.document import check_window
 from longspan.evaluation.base import Example, Task, answer_ids, prompt_parts, token_spans
 from longspan.models import Loaded
 from longspan.recipe import Recipe
 
 BEFORE, AFTER = "before-question", "after-question"
+SPANS = ("documents", "shots", "turns")
+"""Character ranges that examples may name, and that methods are told as ranges of tokens."""
 Row = dict[str, Any]
 
 
@@ -41,8 +43,8 @@ def measure(loaded: Loaded, recipe: Recipe, task: Task, example: Example, *, com
     check_window(loaded, len(parts.ids) + max(example.max_new_tokens, len(wanted)), "prompt and answer")
     # Compressing after the question means that the question is part of what is read before the cut.
     first, rest = (parts.context_ids, parts.question_ids) if compress == BEFORE else (parts.ids, [])
-    spans = {"documents": token_spans(example, tokenizer, "documents")} if example.meta.get("documents") else None
-    context = Context.from_ids(loaded, first, recipe, spans=spans)
+    spans = {name: token_spans(example, tokenizer, name) for name in SPANS if example.meta.get(name)}
+    context = open_context(loaded, first, recipe, spans=spans)
     kept = kept_tokens(context) if want_kept else None
     nlls = context.nlls(rest, wanted, chunk=example.meta.get("stride") if example.meta.get("mode") == "streaming" else None)
     done, ttft = context.answer_ids(rest, example.max_new_tokens, stop=example.meta.get("stop", ()))
@@ -65,7 +67,7 @@ def measure(loaded: Loaded, recipe: Recipe, task: Task, example: Example, *, com
     }, kept)
 
 
-def kept_tokens(context: Context) -> Bool[np.ndarray, "L H N"]:
+def kept_tokens(context: Context | ReusedContext) -> Bool[np.ndarray, "L H N"]:
     """Which of the context's tokens each layer and KV head still holds."""
     layers = context.cache.kept_positions()
     mask = np.zeros((len(layers), len(layers[0]), len(context.ids)), dtype=bool)

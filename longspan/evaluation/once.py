@@ -20,6 +20,9 @@ from longspan.models import Loaded
 from longspan.recipe import Recipe
 from longspan.registry import Refused
 
+VERBATIM = "verbatim"
+"""The score's name: whether greedy decoding would write the right answer word for word."""
+
 
 def measure_once(loaded: Loaded, recipes: Sequence[Recipe], example: Example) -> Iterator[tuple[Recipe, Row | Refused]]:
     """One row per recipe for an example that is compressed before its question is read; or the recipe's refusal.

@@ -9,6 +9,8 @@
 
    Rows of text and question don't count: a token needed once by an answer is needed.
 3. *Show* scores and utilities to the method, which makes its tensors of them (`longspan.cache.profiles`).
+
+Methods whose weights are trained get the texts themselves (`longspan.evaluation.trained`).
 """
 
 from __future__ import annotations
@@ -30,6 +32,7 @@ from longspan.context.document import check_window
 from longspan.decoding import end_ids, read
 from longspan.evaluation.calibration import Question, Reading, calibration
 from longspan.evaluation.texts import load_text
+from longspan.evaluation.trained import train_weights
 from longspan.models import LayerCall, Loaded, Prompt, attached
 from longspan.models.load import context_window
 from longspan.recipe import Recipe, Run
@@ -102,7 +105,20 @@ def make_profiles(loaded: Loaded, recipes: Sequence[Recipe | str], progress: Pro
     if out is not None and len(parsed) > 1:
         raise Refused(f"one file ({str(out)!r}) can't hold the profiles of {len(parsed)} recipes; leave it out.")
     if len({(r.weights, r.positions) for r in parsed}) > 1:
-        raise Refused("recipes that change weights or positions in different ways can't share a reading; profile them one by one.")
+        raise Refused("recipes that change weights or positions in different ways can't share a reading; profile them one "
+                      "by one.")
+    given: dict[str, Any] = {"contexts": contexts, "length": length, "text": text, "seed": seed}
+    trained: list[Made | None] = []
+    for recipe, method in zip(parsed, methods):
+        own = method.card.can("trains")  # else trained weights are something that comes before
+        with _transformed(recipe, loaded.model):
+            weights = train_weights(loaded, recipe, progress, out=out if own else None, again=again and own, **given)
+        trained.append(Made(*weights, time.perf_counter() - start) if weights and own else None)
+    if any(trained):
+        rest = [r for r, made in zip(parsed, trained) if made is None]
+        others = iter(make_profiles(loaded, rest, progress, questions=questions, answers=answers, again=again, **given) if rest
+                      else [])
+        return [made or next(others) for made in trained]
     with _transformed(parsed[0], loaded.model):
         keys = [profiles.key_of(loaded.model, m, str(r.scored.score)) for m, r in zip(methods, parsed)]
     paths = [out or key.path for key in keys]
@@ -143,14 +159,16 @@ def _there(path: Path, key: profiles.Key) -> Profile | None:
 
 
 def needing(recipe: Recipe) -> Any:
-    """The method of a recipe that needs a profile.
+    """The method of a recipe that needs a profile; one that learns from evidence comes before those that are trained,
+    since what it learns depends on them.
 
     Raises:
         Refused: none does, or it isn't part of a cache policy.
     """
-    found = profiles.profiled(recipe.methods)
+    found = sorted(profiles.profiled(recipe.methods), key=lambda m: m.card.can("trains"))
     if not found or recipe.cache is None:
-        known = [f"{'knorm @ ' if c.kind == 'budget' else ''}{c.name}" for c in cards() if c.can("profile")]
+        offered = sorted((c for c in cards() if c.can("profile")), key=lambda c: c.can("trains"))
+        known = [f"{'knorm @ ' if c.kind == 'budget' else ''}{c.name}" for c in offered]
         raise Refused(f"recipe {str(recipe)!r} needs no profile; expected one with a method that does, such as "
                       f"{known[0] if known else 'one of your own that declares it'}.")
     return found[0]

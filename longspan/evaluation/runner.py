@@ -9,19 +9,23 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from longspan import grammar
+from longspan.context import shareable
+from longspan.evaluation.agreement import Judge
 from longspan.evaluation.base import Example, Task
 from longspan.evaluation.measure import AFTER, BEFORE, Measured, Row, measure
+from longspan.evaluation.once import VERBATIM, measure_once
+from longspan.evaluation.oracles import Oracle
 from longspan.models import Loaded
 from longspan.recipe import Recipe
 from longspan.registry import Refused, card
 
-KEY = ("model", "recipe", "task", "length", "seed", "index", "compress", "text_hash", "dtype", "max_new_tokens")
+KEY = ("model", "recipe", "task", "length", "seed", "index", "compress", "text_hash", "dtype", "max_new_tokens", "score_name")
 Progress = Callable[[int, int, str], None]
 """Called with rows done, rows in all, and what comes next."""
 
@@ -42,8 +46,14 @@ class Request:
     keep_view: bool = False
     """Also record which tokens were kept, for the first example of every task at the shortest length."""
     kept: dict[str, dict[str, Any]] = field(default_factory=dict)
+    oracle: Oracle | None = None
+    """Also compare every score's ranking of the prompt with this reference."""
+    read_once: bool = False
+    """Read each example once for all recipes: quality and bytes, no times, and nothing is generated."""
 
     def __post_init__(self) -> None:
+        if self.read_once:
+            self._check_read_once()
         if self.compress not in (BEFORE, AFTER):
             raise Refused(f"--compress {self.compress!r}: expected {BEFORE} or {AFTER}.")
         if self.examples < 1:
@@ -53,6 +63,16 @@ class Request:
         for length in self.lengths:
             if length < 1:
                 raise Refused(f"--length {length}: expected a number of tokens, such as 1024.")
+
+
+    def _check_read_once(self) -> None:
+        if self.compress != BEFORE:
+            raise Refused(f"--read-once with --compress {self.compress}: contexts are shared before their question is known; "
+                          f"expected {BEFORE}.")
+        for recipe in self.recipes:
+            if not shareable(recipe):
+                raise Refused(f"--read-once: recipe {str(recipe)!r} changes how a context is read; expected recipes that only "
+                              "choose what stays when it ends.")
 
 
 def parse_task(text: str) -> Task:
@@ -71,21 +91,35 @@ def parse_task(text: str) -> Task:
 def run(loaded: Loaded, request: Request, progress: Progress | None = None) -> list[Row]:
     """All rows of a request, in its order; rows of an earlier run in ``request.out`` are taken over."""
     journal = Journal(request.out)
+    judge = None if request.oracle is None else Judge(loaded, request.oracle, request.recipes, request.compress)
     jobs = list(plan(loaded, request))
     for n, job in enumerate(jobs):
         if progress is not None:
             progress(n, len(jobs), f"{job.recipe.name or job.recipe} · {job.base['task']} · {job.base['length']}")
+        if request.read_once and job.key not in journal.rows:
+            _read_once(loaded, [j for j in jobs[n:] if j.example is job.example], journal)
         if job.key not in journal.rows or job.wants_view:
             done = measure(loaded, job.recipe, job.task, job.example, compress=request.compress, want_kept=job.wants_view)
             if done.kept is not None:
                 _note_view(request, job, done, loaded)
             if job.key not in journal.rows:
-                journal.add(job.key, {**job.base, **done.row})
+                agreed = {} if judge is None else judge.row(job.example, job.recipe)
+                journal.add(job.key, {**job.base, **done.row, **agreed})
     if progress is not None:
         progress(len(jobs), len(jobs), "")
     rows = [journal.rows[job.key] for job in jobs]
     journal.close(rows)
     return rows
+
+
+def _read_once(loaded: Loaded, jobs: Sequence[Job], journal: Journal) -> None:
+    """Measure those of one example's jobs that are missing, on one reading."""
+    missing = {id(job.recipe): job for job in jobs if job.key not in journal.rows}
+    for recipe, row in measure_once(loaded, [job.recipe for job in missing.values()], jobs[0].example):
+        if isinstance(row, Refused):
+            raise row
+        job = missing[id(recipe)]
+        journal.add(job.key, {**job.base, **row})
 
 
 @dataclass(frozen=True)
@@ -122,15 +156,18 @@ def describe(loaded: Loaded, recipe: Recipe, task: Task, length: int, request: R
     text = task.text
     return {
         "model": loaded.name, "fingerprint": loaded.fingerprint, "dtype": str(loaded.model.dtype).removeprefix("torch."),
-        "recipe": recipe.name or str(recipe), "task": str(task), "score_name": task.score_name, "length": length,
+        "recipe": recipe.name or str(recipe), "task": str(task), "length": length,
+        "score_name": VERBATIM if request.read_once else task.score_name,
         "index": example.meta["index"], "seed": request.seed, "compress": request.compress,
         "max_new_tokens": example.max_new_tokens,
         "text_source": text.source if text else "", "text_hash": text.sha256 if text else "",
-    }
+    } | ({} if request.oracle is None else {"oracle_name": str(request.oracle)})
 
 
 def row_key(row: Row) -> str:
     named = {name: row[name] for name in KEY} | {"fingerprint": row["fingerprint"]}
+    if row.get("oracle_name"):
+        named["oracle"] = row["oracle_name"]
     return hashlib.sha256(json.dumps(named, sort_keys=True).encode()).hexdigest()
 
 

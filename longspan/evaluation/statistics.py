@@ -209,7 +209,8 @@ def summarise(
 
     Keys: recipe, compress, task, length, n, accuracy, ci95 [lo, hi], answer_nll (mean nats per gold answer token),
     cache_bytes (right after compression) and full_cache_bytes (means over examples), ttft_s (median seconds),
-    tokens_per_s (over all decoding seconds), achieved (mean of what every example reported).
+    tokens_per_s (over all decoding seconds), achieved (mean of what every example reported); oracle (the same of its
+    score's agreement with a reference, None without a score) where one was asked for.
 
     Where the dense run is among the rows, every other recipe also has vs_full, from the examples that both have read
     (same task, length, index, seed and text): accuracy_difference, ci95, p_value, p_holm (corrected over the recipes
@@ -258,6 +259,8 @@ def _line(group: list[Row], dense: dict[tuple[Any, ...], Row], seed: int) -> dic
         "ttft_s": _json(_median(group, "ttft_s")), "tokens_per_s": _json(_speed(group)),
         "achieved": average([_parsed(row.get("achieved")) for row in group]) or {},
     }  # fmt: skip
+    if any(row.get("oracle_name") for row in group):
+        line["oracle"] = average([_parsed(row.get("oracle")) for row in group])
     if line["recipe"] != DENSE and dense:
         versus = _against_dense(group, dense, seed)
         if versus["n"]:

@@ -1,8 +1,8 @@
 """The modules of a decode step: a few rows meet weights that are far larger, so reading the weights is the work.
 
-`linear`, `gated_mlp` and `rms_norm` are what PyTorch computes in several steps, which define them. On CPUs PyTorch rearranges bfloat16 weights for its matrix
-kernels anew in every call, which takes several times as long as reading them; the C versions read them once, in place, and each is
-one call instead of many.
+`linear`, `gated_mlp` and `rms_norm` are what PyTorch computes in several steps, which define them. On CPUs PyTorch rearranges
+bfloat16 weights for its matrix kernels anew in every call, which takes several times as long as reading them; the C versions
+read them once, in place, and each is one call instead of many.
 """
 
 from __future__ import annotations
@@ -28,7 +28,8 @@ _NORM = struct.Struct("3Q3qd")
 Few = Callable[[bytes], int]
 
 
-def linear(x: Float[Tensor, "... K"], weight: Float[Tensor, "N K"], bias: Float[Tensor, " N"] | None = None) -> Float[Tensor, "... N"]:
+def linear(x: Float[Tensor, "... K"], weight: Float[Tensor, "N K"],
+           bias: Float[Tensor, " N"] | None = None) -> Float[Tensor, "... N"]:
     """``x @ weight.T + bias``, sums in float32."""
     kernel = _kernel("longspan_linear") if _few(x, weight, bias) else None
     if kernel is not None:

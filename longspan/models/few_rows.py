@@ -20,7 +20,7 @@ from longspan.kernels.linear import FEW_ROWS, gated_mlp, linear, rms_norm
 
 def speed_up(model: nn.Module) -> list[Callable[[], Any]]:
     """Let modules of `model` take the fast way for few rows; returns what undoes it."""
-    undo = []
+    undo: list[Callable[[], Any]] = []
     for module in model.modules():
         fast = _fast_forward(module)
         if fast is not None:
@@ -39,7 +39,8 @@ def _fast_forward(module: nn.Module) -> Callable[[Tensor], Tensor] | None:
     if _is_mlp(module):
         return functools.partial(_mlp, module)
     eps = getattr(module, "variance_epsilon", getattr(module, "eps", None))
-    if isinstance(eps, float) and _plain(weight) and weight.dim() == 1 and _is_rms_norm(type(module)):
+    if isinstance(eps, float) and isinstance(weight, Tensor) and _plain(weight) and weight.dim() == 1 and _is_rms_norm(
+            type(module)):  # type: ignore[arg-type]
         return functools.partial(_norm, module, eps)
     return None
 
@@ -61,13 +62,15 @@ def _linear(module: Any, x: Tensor) -> Tensor:
 def _mlp(module: Any, x: Tensor) -> Tensor:
     if _is_few(x):
         return gated_mlp(x, module.gate_proj.weight, module.up_proj.weight, module.down_proj.weight)
-    return type(module).forward(module, x)
+    forward: Any = type(module).forward
+    return forward(module, x)
 
 
 def _norm(module: Any, eps: float, x: Tensor) -> Tensor:
     if _is_few(x):
         return rms_norm(x, module.weight, eps)
-    return type(module).forward(module, x)
+    forward: Any = type(module).forward
+    return forward(module, x)
 
 
 def _is_mlp(module: nn.Module) -> bool:
@@ -76,12 +79,12 @@ def _is_mlp(module: nn.Module) -> bool:
     if not all(type(p) is nn.Linear and p.bias is None and _plain(p.weight) for p in parts):
         return False
     act = getattr(module, "act_fn", None)
-    return {n for n, _ in module.named_children()} <= {"gate_proj", "up_proj", "down_proj", "act_fn"} and _is_silu_mlp(
-        type(module), type(act))  # type: ignore[arg-type]
+    known = {"gate_proj", "up_proj", "down_proj", "act_fn"}
+    return {n for n, _ in module.named_children()} <= known and _is_silu_mlp(type(module), type(act))  # type: ignore[arg-type]
 
 
-@functools.lru_cache(maxsize=64)
-def _is_silu_mlp(cls: type, act: type) -> bool:
+@functools.cache
+def _is_silu_mlp(cls: Any, act: Any) -> bool:
     """Try the class on random numbers, with an activation of the given class."""
     try:
         trial = cls.__new__(cls)
@@ -101,8 +104,8 @@ def _is_silu_mlp(cls: type, act: type) -> bool:
         return False
 
 
-@functools.lru_cache(maxsize=64)
-def _is_rms_norm(cls: type) -> bool:
+@functools.cache
+def _is_rms_norm(cls: Any) -> bool:
     """Try the class on random numbers."""
     try:
         trial = cls(8, eps=0.25)

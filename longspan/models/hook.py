@@ -26,6 +26,8 @@ from transformers import AttentionInterface, AttentionMaskInterface, DynamicCach
 from transformers.masking_utils import sdpa_mask
 
 from longspan.models.call import Handler, LayerCall, Prompt, plain_attention
+from longspan.models.drop import watch_layers
+from longspan.models.few_rows import speed_up
 from longspan.models.parts import Parts, find_parts
 from longspan.registry import Refused
 
@@ -92,7 +94,7 @@ class _Attached:
         self.idle = threading.Condition(threading.RLock())
         self.hidden: dict[tuple[int, int], Tensor] = {}
         """Layer inputs waiting for their attention call, by thread and layer."""
-        self.watching = False
+        self.watching = self.dropping = False
         self.pending = threading.local()
         self.undo: list[Callable[[], Any]] = []
 
@@ -127,6 +129,7 @@ class _Attached:
             _modules[module] = self
             self.undo.append(functools.partial(_modules.pop, module, None))
         self._wrap_generate(model)
+        self.undo += speed_up(model)
 
     def watch_hidden(self) -> None:
         """Capture every layer's input from now on, once some handler asks for it."""
@@ -136,6 +139,12 @@ class _Attached:
         for i in range(self.parts.n_layers):
             hook = self.parts.attention(i).register_forward_pre_hook(self._capture_hidden, with_kwargs=True)
             self.undo.append(hook.remove)
+
+    def follow_drops(self) -> None:
+        """Let layers leave out tokens from now on, once some handler says (`drops_tokens`) that it may want that."""
+        if not self.dropping and any(getattr(handler, "drops_tokens", False) for _, handler in self.stack):
+            self.dropping = True
+            self.undo += watch_layers(self.parts, cache_keyword(self.parts.layers[0]))
 
     def _switch_configs(self, model: Any) -> None:
         for config in {id(c): c for m in model.modules() if (c := getattr(m, "config", None)) is not None}.values():
@@ -266,7 +275,7 @@ def _prompt_of(given: dict[str, Any]) -> Prompt | None:
 
 
 def cache_keyword(module: nn.Module) -> str:
-    """The name under which a decoder's forward takes its cache; it differs between versions of transformers."""
+    """The name under which a decoder's forward, or a layer's, takes its cache; it differs between versions of transformers."""
     return _cache_keyword(type(module))  # type: ignore[arg-type]
 
 
@@ -323,6 +332,7 @@ def attached(model: nn.Module, handler: Handler, *, patience: float = 60.0) -> I
                 del _attached[model]
                 raise
         state.watch_hidden()
+        state.follow_drops()
     try:
         yield state.parts
     finally:

@@ -136,6 +136,37 @@ def summary_table(summary: Iterable[Line], title: str | None = None) -> Table:
     return table
 
 
+def oracle_table(summary: Iterable[Line], title: str | None = None) -> Table | None:
+    """A `rich` table of how well each score's ranking agrees with the reference; None where no reference was asked for."""
+    from rich import box
+    from rich.table import Table
+    from rich.text import Text
+
+    lines = [line for line in labelled(summary) if "oracle" in line]
+    if not lines:
+        return None
+    table = Table(title=title, box=box.SIMPLE_HEAD, pad_edge=False, title_justify="left", caption_justify="left")
+    table.add_column("recipe", overflow="fold", min_width=16)
+    for name in ("recall", "min", "jump", "spearman", "min", "jump"):
+        table.add_column(name, justify="right", no_wrap=True)
+    block = None
+    for line in lines:
+        if (line["task"], line["length"]) != block:
+            block = line["task"], line["length"]
+            table.add_row(Text(f"{block[0]} · {_length(block[1])}", style="bold"))
+        found = line["oracle"] or {}
+        both = [found.get(what) or {} for what in ("recall", "spearman")]
+        numbers = [_decimal(figures.get(part)) for figures in both for part in ("mean", "min", "jump")]
+        table.add_row(Text(str(line["recipe"])), *numbers)
+    table.caption = ("Agreement of a score's ranking of prompt tokens with the reference, per layer: mean, worst layer, and mean "
+                     f"difference of neighbouring layers. {NONE}: the recipe has no score.")
+    return table
+
+
+def _decimal(x: float | None) -> str:
+    return NONE if x is None else f"{x:.3f}"
+
+
 def markdown_table(summary: Iterable[Line]) -> str:
     """The summary as a GitHub Markdown table; a bar or a star in a name is escaped."""
     lines = labelled(summary)

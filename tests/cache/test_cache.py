@@ -298,7 +298,7 @@ def test_achieved_survives_json():
     one = Achieved(20, [[1.0, 2.5]], "h2o", 0.123456, 10, 20, 3, 0.5)
     assert achieved_from_json(json.loads(json.dumps(one.as_json()))) == one
     assert set(one.as_json()) == {"seen", "asked", "kept_fraction", "cache_bytes", "full_cache_bytes", "compressions", "density",
-                                  "kept_per_layer_and_head"}
+                                  "tokens_computed", "kept_per_layer_and_head"}
 
 
 def test_bytes_are_those_right_after_compression(model):

@@ -18,7 +18,8 @@ from tiny_models import tiny, tiny_ids
 from longspan.recipe import Recipe
 from longspan.registry import Refused, card, cards
 
-SIZES = {"window": 4, "n_sink": 2, "n_future": 8, "group": 8}
+SIZES = {"window": 4, "n_sink": 2, "n_future": 8}
+STORE_SIZES = {"group": 8}
 PROMPT, LENGTH = 24, 33
 PIECES = [PROMPT, 1, 4, 3, 1]
 SPANS = {"documents": [(0, 10), (10, 18)], "shots": [(0, 6), (6, 12), (12, 18)], "turns": [(0, 12), (12, 18)],
@@ -31,7 +32,8 @@ def names(kind):
 
 def written(name, **more):
     """A call of a method with sizes that suit this short text."""
-    knobs = [f"{k.name}={SIZES[k.name]}" for k in card(name).knobs if k.name in SIZES]
+    sizes = SIZES | (STORE_SIZES if card(name).kind == "store" else {})
+    knobs = [f"{k.name}={sizes[k.name]}" for k in card(name).knobs if k.name in sizes]
     knobs += [f"{k.name}={written(k.default)}" for k in card(name).knobs if k.kind == "score"]
     return f"{name}({', '.join([*knobs, *(f'{k}={v}' for k, v in more.items() if v)])})"
 
@@ -93,7 +95,9 @@ def test_keeping_everything_is_bit_identical_to_the_full_recipe(score, budget, s
         pytest.skip("refused")
     model, ids, mask = tried()
     found = []
-    for text in ("full", f"{written(score, store=store)} @ {budget}(budget=1.0)"):
+    recipe = f"{written(score, store=store and written(store))} @ {budget}(budget=1.0)"
+    provide_profiles(Recipe.parse(recipe), model)
+    for text in ("full", recipe):
         with Recipe.parse(text).on(model) as run:
             found.append(forced_logits(run, model, ids, PROMPT, mask, pieces=PIECES, spans=SPANS)[0])
             assert run.achieved.kept_fraction == 1.0
@@ -103,10 +107,9 @@ def test_keeping_everything_is_bit_identical_to_the_full_recipe(score, budget, s
 @pytest.mark.parametrize("score", names("score"))
 def test_kept_counts_in_a_model(score):
     """B per head; AdaKV H*B per layer; Pyramid within one of B in the mean over layers; B of a row's real tokens."""
-    if card(score).can("profile"):
-        pytest.skip("needs offline statistics")
     model, ids, mask = tried()
     model = tiny("llama", layers=4)
+    provide_profiles(Recipe.parse(f"{written(score)} @ uniform(budget=0.4)"), model)
     wanted = torch.tensor([int(0.4 * PROMPT), int(0.4 * (PROMPT - 5))])
     for budget in ("uniform", "adakv", "pyramid"):
         with Recipe.parse(f"{written(score)} @ {budget}(budget=0.4)").on(model) as run:

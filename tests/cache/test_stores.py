@@ -14,11 +14,12 @@ from longspan.cache.store import Buffer, kept_last
 from longspan.cache.stores.dense import Dense
 from longspan.cache.stores.quantised import Quantised, pack_codes, unpack_codes
 from longspan.cache.stores.ragged import Ragged
+from longspan.cache.stores.tiered import Tiered
 from longspan.kernels import attend
 from longspan.registry import Refused, cards
 
 B, HQ, H, D = 2, 4, 2, 8
-STORES = {"dense": Dense(), "ragged": Ragged(), "quantised": Quantised(bits=8, group=4)}
+STORES = {"dense": Dense(), "ragged": Ragged(), "quantised": Quantised(bits=8, group=4), "tiered": Tiered()}
 
 
 def rand(*shape, seed=0):

@@ -125,3 +125,24 @@ def test_refusals():
         parse_task("niah + passkey")
     with pytest.raises(Refused, match="expected a task"):
         parse_task("snapkv")
+
+
+def test_reading_once_gives_the_likelihoods_and_bytes_of_reading_each_time(tmp_path, loaded):
+    """The same examples and recipes; only what is timed or generated differs."""
+    recipes = [Recipe.parse(r) for r in ("full", "knorm(budget=0.5)", "h2o @ adakv(budget=0.4)")]
+    tasks = [parse_task("niah"), parse_task("perplexity(stride=16)")]
+    each = run(loaded, Request(recipes, tasks, [400], 2, max_new_tokens=2))
+    once = run(loaded, Request(recipes, tasks, [400], 2, max_new_tokens=2, out=tmp_path, read_once=True))
+    for a, b in zip(each, once, strict=True):
+        assert (a["recipe"], a["task"], a["index"]) == (b["recipe"], b["task"], b["index"])
+        assert b["answer_nll"] == pytest.approx(a["answer_nll"], abs=1e-4)
+        assert b["cache_bytes"] == a["cache_bytes"] and b["ttft_s"] is None and b["score_name"] == "verbatim"
+    again = run(loaded, Request(recipes, tasks, [400], 2, max_new_tokens=2, out=tmp_path, read_once=True))
+    assert again == once
+
+
+def test_recipes_that_read_in_their_own_way_are_not_read_once(loaded):
+    with pytest.raises(Refused, match="--read-once: recipe 'xattention"):
+        Request([Recipe.parse("xattention + knorm")], [parse_task("niah")], [300], read_once=True)
+    with pytest.raises(Refused, match="expected before-question"):
+        Request([Recipe.parse("knorm")], [parse_task("niah")], [300], compress="after-question", read_once=True)

@@ -1,11 +1,21 @@
 from __future__ import annotations
 
+import io
 from typing import Any
 
 import pytest
 from rich.console import Console
 
-from longspan.reporting.tables import COLUMNS, cells, human_bytes, human_seconds, mark, markdown_table, summary_table
+from longspan.reporting.tables import (
+    COLUMNS,
+    cells,
+    human_bytes,
+    human_seconds,
+    mark,
+    markdown_table,
+    oracle_table,
+    summary_table,
+)
 
 Line = dict[str, Any]
 
@@ -87,3 +97,16 @@ def test_markdown_table_is_regular_and_escaped(summary: list[Line]) -> None:
 def test_empty_summary() -> None:
     assert markdown_table([]).count("\n") == 2
     assert summary_table([]).row_count == 0
+
+
+def test_the_oracle_table_shows_scores_and_only_where_a_reference_was_asked_for() -> None:
+    line = {"task": "niah", "length": 1024, "compress": "before-question"}
+    figures = {"mean": 0.5, "min": 0.25, "spread": 0.4, "jump": 0.125}
+    agreed = {"name": "gt-ref", "recall": figures, "spearman": figures | {"jump": None}}
+    lines = [line | {"recipe": "full", "oracle": None}, line | {"recipe": "snapkv(budget=0.2)", "oracle": agreed}]
+    console = Console(width=80, record=True, file=io.StringIO())
+    console.print(oracle_table(lines, title="gt-ref"))
+    shown = [row.split() for row in console.export_text().splitlines()]
+    assert ["snapkv(budget=0.2)", "0.500", "0.250", "0.125", "0.500", "0.250", "–"] in shown
+    assert ["full", *"––––––"] in shown and ["niah", "·", "1,024"] in shown
+    assert oracle_table([line | {"recipe": "full"}]) is None
