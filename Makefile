@@ -6,7 +6,7 @@ PIP    := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 export TOKENIZERS_PARALLELISM := false
 export HF_HUB_OFFLINE ?= 1
 
-.PHONY: demo test test-slow test-peer lint docs bench index measure sweep clean
+.PHONY: demo test test-slow test-peer lint docs bench index measure sweep weights clean
 
 $(VENV)/.installed: pyproject.toml requirements.txt
 	$(PYTHON) -m venv $(VENV)
@@ -64,6 +64,11 @@ bench: $(VENV)/.installed
 # Every score with every allocator and budget, at three lengths; an hour or two, and it goes on where it was stopped.
 sweep: $(VENV)/.installed
 	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/cache_sweep.py --out docs/data/cache_sweep.json
+
+# The weights of indexmem and latent-memory that come with the package, for the bundled model.
+TRAINED := longspan/cache/trained/ae30156cbfce7635-index-memory-d287ab2cf9b2078c-v1.safetensors
+weights: $(VENV)/.installed
+	$(BIN)/longspan profile "indexmem(store=latent-memory)" --contexts 32 --length 400 --again --out $(TRAINED)
 
 # The results that `longspan plan` starts from.
 measure: $(VENV)/.installed

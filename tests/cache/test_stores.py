@@ -8,6 +8,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from profiled import ClosedMemory
 
 from longspan import registry
 from longspan.cache.store import Buffer, kept_last
@@ -19,7 +20,8 @@ from longspan.kernels import attend
 from longspan.registry import Refused, cards
 
 B, HQ, H, D = 2, 4, 2, 8
-STORES = {"dense": Dense(), "ragged": Ragged(), "quantised": Quantised(bits=8, group=4), "tiered": Tiered()}
+STORES = {"dense": Dense(), "ragged": Ragged(), "quantised": Quantised(bits=8, group=4), "tiered": Tiered(),
+          "latent-memory": ClosedMemory()}
 
 
 def rand(*shape, seed=0):
