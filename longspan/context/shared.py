@@ -15,6 +15,7 @@ import torch
 
 from longspan.cache import can_share, fork, gatherer
 from longspan.context.document import Context, check_window
+from longspan.context.units import with_units
 from longspan.decoding import read
 from longspan.models import Loaded, Prompt
 from longspan.recipe import Recipe
@@ -42,10 +43,13 @@ def read_once(loaded: Loaded, ids: Sequence[int], recipes: Sequence[Recipe], *,
             raise Refused(f"recipe {str(recipe)!r} changes how the document is read, so it can't share a reading; expected "
                           "one that only chooses what stays when the document ends.")
     check_window(loaded, len(ids), "the document")
+    marked: dict[str, list[tuple[int, int]]] = {}
+    for recipe in recipes:
+        marked |= with_units(spans, recipe, loaded.tokenizer, ids)
     tensor = torch.tensor([list(ids)], device=loaded.model.device)
     start = time.perf_counter()
     with Recipe(cache=gatherer([r.cache for r in recipes if r.cache is not None])).on(loaded.model) as run:
-        base = run.new_cache(Prompt(tensor, len(ids), spans or {}))
+        base = run.new_cache(Prompt(tensor, len(ids), marked))
         logits = read(loaded.model, tensor, base)[:, 0]
         read_s = time.perf_counter() - start
         for recipe in recipes:

@@ -14,8 +14,8 @@ import numpy as np
 
 from longspan.context import read_once
 from longspan.context.document import check_window
-from longspan.evaluation.base import Example, answer_ids, prompt_parts
-from longspan.evaluation.measure import Row
+from longspan.evaluation.base import Example, answer_ids, prompt_parts, token_spans
+from longspan.evaluation.measure import SPANS, Row
 from longspan.models import Loaded
 from longspan.recipe import Recipe
 from longspan.registry import Refused
@@ -32,7 +32,8 @@ def measure_once(loaded: Loaded, recipes: Sequence[Recipe], example: Example) ->
     tokenizer = loaded.tokenizer
     parts, wanted = prompt_parts(example, tokenizer), answer_ids(example, tokenizer)
     check_window(loaded, len(parts.ids) + len(wanted), "prompt and answer")
-    for recipe, context in read_once(loaded, parts.context_ids, recipes):
+    spans = {name: token_spans(example, tokenizer, name) for name in SPANS if example.meta.get(name)}
+    for recipe, context in read_once(loaded, parts.context_ids, recipes, spans=spans):
         if isinstance(context, Refused):
             yield recipe, context
             continue

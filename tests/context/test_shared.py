@@ -15,7 +15,8 @@ from longspan.registry import Refused
 RECIPES = ["full", "snapkv(window=4, budget=0.3)", "h2o(budget=0.3)", "h2o @ adakv(budget=0.5)", "tova(budget=0.4)",
            "expected-attention(n_future=8, budget=0.4)", "obcache(fullhist=True, window=4, budget=0.4)",
            "knorm(budget=0.5, store=quantised(group=8))", "streaming-llm(budget=0.3, rerotate=True)",
-           "keydiff(budget=0.5, store=ragged)", "snapkv(window=4, budget=1.0)"]
+           "keydiff(budget=0.5, store=ragged)", "shotkv(r_p=0.5, W=4)", "hard-kv(W=4, B_lo=8, store=ragged, schedule=at-prompt)",
+           "keydiff(budget=0.5, store=tiered)", "snapkv(window=4, budget=1.0)"]
 
 
 @pytest.fixture(scope="module")

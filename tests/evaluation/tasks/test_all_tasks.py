@@ -17,7 +17,7 @@ for module in registry.method_modules():
     if module.startswith("longspan.evaluation.tasks."):
         registry.importlib.import_module(module)
 
-NEED_FILES = {"longbench", "ruler-qa"}
+NEED_FILES = {"kvfunda-safety", "longbench", "ruler-qa"}
 NAMES = sorted(name for name, found in registry._methods.items()
                if found.card.kind == "task" and found.card.room == "evaluation" and name not in NEED_FILES
                and found.card.module.startswith("longspan.evaluation.tasks."))
