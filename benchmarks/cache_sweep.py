@@ -30,7 +30,7 @@ from longspan.registry import Refused, cards
 BUDGETS = (0.05, 0.1, 0.2, 0.5)
 ALLOCATORS = ("uniform", "adakv", "lu-kv")
 TASKS = ("ruler-niah-multikey-1", "ruler-vt", "perplexity(stride=128)")
-EXAMPLES = {1024: 8, 2048: 6, 4096: 3}
+EXAMPLES = {1024: 8, 2048: 6, 4096: 2}
 
 
 def scores() -> list[str]:

@@ -32,10 +32,12 @@ def cut(total, sizes):
 
 
 scores = st.sampled_from(["h2o", "snapkv(window=3, kernel=3)", "tova", "knorm", "keydiff", "random", "streaming-llm(n_sink=2)",
-                          "expected-attention(n_sink=1, n_future=4)", "criticalkv(base=h2o)"])
+                          "expected-attention(n_sink=1, n_future=4)", "criticalkv(base=h2o)",
+                          "obcache(window=3, kernel=3)", "obcache(variant=VK, fullhist=True, window=2, kernel=1)"])
 budgets = st.sampled_from(["uniform", "adakv", "adakv(alpha=0.0)", "pyramid", "pyramid(beta=3)"])
 amounts = st.one_of(st.sampled_from([0.15, 0.3, 0.5, 0.99, 1.0]), st.sampled_from(['"6 tokens"', '"13 tokens"', '"2 KiB"']))
-stores = st.sampled_from(["", "store=ragged", "store=quantised(bits=4, group=4)", "store=quantised(bits=2, group=8)"])
+stores = st.sampled_from(["", "store=ragged", "store=quantised(bits=4, group=4)", "store=quantised(bits=2, group=8)",
+                          "store=tiered", "store=tiered(sparse_rounds=2)"])
 schedules = st.sampled_from(["", "schedule=every(steps=1)", "schedule=every(steps=4)", "schedule=per-chunk(size=5)"])
 
 
@@ -61,6 +63,32 @@ def test_compressed_caches_equal_the_oracle(score, budget, amount, store, schedu
         check_against_oracle_in_pieces(model, recipe, ids, prompt, mask if pads else None, pieces)
     except Refused as error:
         assert "budget of" in str(error) and "smaller than" in str(error)
+
+
+policies = st.sampled_from(["hard-kv(W=2, B_lo=4, p=0.6{})", "hard-kv(W=3, sink=0, B_lo=5, B_up=7, metric=vanilla{})",
+                            "hard-kv(W=2, B_lo=4, per_row=True, metric=rkv{})", "shotkv(r_p=0.6, W=2{})",
+                            "shotkv(r_p=0.7, W=2, r_d=0.5, W_d=2, rows=window{})"])
+
+
+@settings(max_examples=40, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
+@given(policy=policies, store=st.sampled_from(["", ", store=ragged", ", store=tiered(sparse_rounds=1)"]),
+       schedule=st.sampled_from(["", ", schedule=every(steps=1)", ", schedule=every(steps=3, at_prompt=False)"]),
+       heads=st.sampled_from([(4, 4), (4, 2), (4, 1)]), prompt=st.integers(12, 40), more=st.integers(1, 9),
+       pads=st.integers(0, 4), sizes=st.lists(st.integers(1, 11), min_size=1, max_size=3), seed=st.integers(0, 99))
+def test_policies_equal_the_oracle(policy, store, schedule, heads, prompt, more, pads, sizes, seed):
+    model = model_of(*heads)
+    ids, mask = left_padded(tiny_ids(1, prompt + more, seed=seed), tiny_ids(1, prompt + more - pads, seed=seed + 1))
+    recipe = Recipe.parse(policy.format(store + schedule))
+    pieces = cut(prompt, sizes) + cut(more, sizes[::-1])
+    spans = {"shots": [(0, 3), (3, 5), (5, 9)]}
+    try:
+        cache = check_against_oracle(model, recipe, ids, prompt, mask if pads else None, tolerance=5e-4, pieces=pieces,
+                                     spans=spans)
+    except Refused as error:
+        assert "protected" in str(error) or "always stay" in str(error)
+        return
+    assert cache.achieved().cache_bytes == sum(layer.record.bytes for layer in cache.policy_layers if layer.record) or not any(
+        layer.record for layer in cache.policy_layers)
 
 
 def check_against_oracle_in_pieces(model, recipe, ids, prompt, mask, pieces):

@@ -54,9 +54,9 @@ class CriticalKV(Score):
 
 
 def projected_norm(x: LayerContext) -> Float[Tensor, "B H S"]:
-    """||W_o^h v_t||_1, mean over the query heads h that read the KV head."""
-    weight = x.parts.o_proj(x.layer).float()
+    """||W_o^h v_t||_1, mean over the query heads h that read the KV head; products in the values' dtype, sums in float32."""
+    weight = x.parts.o_proj(x.layer).to(x.v.dtype)
     H, D = x.v.shape[1], x.v.shape[3]
     per_head = weight.view(-1, H, x.group, D).permute(1, 2, 3, 0)
-    norms = [(x.v.float() @ per_head[:, g]).abs().sum(-1) for g in range(x.group)]
+    norms = [(x.v @ per_head[:, g]).abs().sum(-1, dtype=torch.float32) for g in range(x.group)]
     return group_mean(torch.stack(norms, 2))
