@@ -41,6 +41,7 @@ from longspan.grammar import Call, Part
 from longspan.models.call import LayerCall, Prompt, plain_attention
 from longspan.models.hook import attached
 from longspan.registry import Method, Refused, card
+from longspan.registry import get as card_class
 
 if TYPE_CHECKING:
     from longspan.prefill import Selector
@@ -104,6 +105,9 @@ class Recipe:
         slot = SLOTS[kind]
         if slot in ("cache", "selector", "decoding", "reuse") and getattr(self, slot) is not None:
             raise Refused(f"{part.call.name}: the recipe already has {getattr(self, slot)} as its {slot}; expected one.")
+        if kind == "position" and not hasattr(card_class(part.call.name), "on"):
+            raise Refused(f"{part.call.name} is a position scheme of models trained here (longspan train --position "
+                          f"{part.call.name}); a pretrained model keeps its own, so leave it out of the recipe.")
         made: Any = _policy(part) if kind == "score" else _own_policy(part.call) if kind == "policy" else grammar.build(part.call)
         setattr(self, slot, (*getattr(self, slot), made) if slot in ("subsets", "positions", "weights") else made)
 
@@ -376,6 +380,13 @@ def per_row(recipes: Sequence[Recipe], model: nn.Module) -> Iterator[Run]:
     selectors = {str(r.selector) for r in recipes}
     if len(selectors) > 1:
         raise Refused(f"rows of one batch must share a selector, got {', '.join(sorted(selectors))}.")
+    changes = {" + ".join(map(str, (*r.weights, *r.positions))) or "none" for r in recipes}
+    if len(changes) > 1:
+        raise Refused(f"rows of one batch must share weight transforms and positions, got {', '.join(sorted(changes))}.")
+    for recipe in recipes:
+        if recipe.reuse is not None:
+            raise Refused(f"{recipe.reuse} joins documents for a question, which a batch doesn't tell; use "
+                          "longspan.context.open_context(loaded, text, recipe).")
     run = Run(recipes)
     with contextlib.ExitStack() as stack:
         for recipe in recipes[:1]:

@@ -688,3 +688,17 @@ def test_stock_caches_work_again_after_leaving(model):
     cache = DynamicCache()
     model(ids, past_key_values=cache)
     assert cache.get_seq_length() == 20
+
+
+@pytest.mark.parametrize("name", ["rope", "alibi", "nope"])
+def test_positions_of_the_small_decoder_are_no_part_of_a_recipe(name):
+    with pytest.raises(Refused, match=f"longspan train --position {name}"):
+        Recipe.parse(f"{name} + full")
+
+
+def test_rows_with_other_weights_or_reuse_are_refused():
+    model = tiny("llama")
+    for first, reason in (("head-ablation(heads=1)", "rows of one batch must share weight transforms"),
+                          ("naive-reuse", "joins documents for a question")):
+        with pytest.raises(Refused, match=reason), per_row([Recipe.parse(first), Recipe.parse("full")], model):
+            pass

@@ -97,7 +97,8 @@ def command_example(card: Card) -> str:
     """A command line that runs this method, or explains it where no command runs it alone."""
     recipe = recipe_example(card)
     if recipe is not None:
-        return f'longspan compare -r full -r "{recipe}" -t niah -l 1024 -n 10'
+        length = 2048 if card.kind == "policy" else 1024
+        return f'longspan compare -r full -r "{recipe}" -t niah -l {length} -n 10'
     if card.kind == "task":
         # Text knobs that are empty by default name the user's own files.
         needed = ", ".join(f"{k.name}='{k.name.upper()}'" for k in card.knobs if k.type == "str" and k.default == "")

@@ -30,7 +30,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from longspan.models.bundled import bundled_gguf, cache_folder
-from longspan.models.load import fingerprint, resolve
+from longspan.models.load import edits_digest, fingerprint, resolve
 from longspan.registry import Card, Refused
 
 VERSION = 1
@@ -250,7 +250,8 @@ def find_trained(model: nn.Module, method: Trained, where: str = AUTO) -> Profil
     make = f"train them once with: {_command(model, method.profile_recipe())}{out}"
     if where == AUTO:
         for path in (key.path, key.shipped):
-            if path.is_file() and (found := load(path)).key == key and not missing(found, [method]):
+            found = _whole(path)
+            if found is not None and found.key == key and not missing(found, [method]):
                 return found
         raise Refused(f"{method.card.name} needs weights trained for this model and there are none; {make}")
     path = Path(where).expanduser()
@@ -264,6 +265,14 @@ def find_trained(model: nn.Module, method: Trained, where: str = AUTO) -> Profil
     if lacking := missing(found, [method]):
         raise Refused(f"the file {where!r} has no {lacking[0]}, which {method.card.name} needs; {make}")
     return found
+
+
+def _whole(path: Path) -> Profile | None:
+    """The profile at `path`, if there is one that can be read."""
+    try:
+        return load(path)
+    except Refused:
+        return None
 
 
 def missing(found: Profile, methods: Iterable[Trained]) -> list[str]:
@@ -281,7 +290,8 @@ def model_key(model: nn.Module) -> str:
     stamp = hash(tuple((p.data_ptr(), 0 if p.is_inference() else p._version) for p in model.parameters()))
     known = _known.get(model)
     if known is None or known[0] != stamp:
-        known = _known[model] = stamp, fingerprint(model)
+        key, edits = fingerprint(model), edits_digest(model)
+        known = _known[model] = stamp, hashlib.sha256((key + edits).encode()).hexdigest() if edits else key
     return known[1]
 
 

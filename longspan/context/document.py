@@ -28,6 +28,7 @@ from longspan.cache import Achieved, RecipeCache, achieved_from_json
 from longspan.context.units import with_units
 from longspan.decoding import Generated, end_ids, greedy, read, token_nlls
 from longspan.models import Loaded, Prompt
+from longspan.models.hook import turn
 from longspan.models.load import context_window
 from longspan.recipe import Recipe, Run, per_row
 from longspan.registry import Refused
@@ -90,12 +91,14 @@ class Context:
         sentences where no shots are named.
         """
         recipe = Recipe.parse(recipe) if isinstance(recipe, str) else recipe
+        if not len(ids):
+            raise Refused("the document has no tokens; expected at least one.")
         check_window(loaded, len(ids), "the document")
         context = cls(loaded, recipe, None, list(ids), foot)  # type: ignore[arg-type]
         tensor = torch.tensor([context.ids], device=loaded.model.device)
         start = time.perf_counter()
         marked = with_units(spans, recipe, loaded.tokenizer, context.ids)
-        with recipe.on(loaded.model) as run:
+        with turn(loaded.model), recipe.on(loaded.model) as run:
             context.cache = run.new_cache(Prompt(tensor, len(context.ids), marked))
             context.logits = read(loaded.model, tensor, context.cache)[:, 0]
         context.read_s = time.perf_counter() - start
@@ -112,6 +115,8 @@ class Context:
         """
         if not question.strip():
             raise Refused("the question is empty; expected some text.")
+        if max_new_tokens < 1:
+            raise Refused(f"max_new_tokens={max_new_tokens}: expected at least 1.")
         tokenizer = self.loaded.tokenizer
         ids = tokenizer("\n\n" + question + self.foot + answer_prefix, add_special_tokens=False)["input_ids"]
         done, ttft = self.answer_ids(ids, max_new_tokens)
@@ -190,12 +195,19 @@ class Context:
         tensors |= {"logits": self.logits, "ids": torch.tensor(self.ids)}
         tensors = {n: t.detach().cpu().contiguous().clone() for n, t in tensors.items()}
         stores = [type(layer.store).__name__ for layer in self.cache.policy_layers]
+        spans = self.cache.prompt.spans if self.cache.prompt else {}
         meta = {"format": FORMAT, "recipe": str(self.recipe), "foot": self.foot, "stores": json.dumps(stores),
                 "fingerprint": self.loaded.fingerprint, "dtype": str(self.loaded.model.dtype),
-                "prompt": str(self.cache.prompt_length), "achieved": json.dumps(self.achieved.as_json())}
+                "prompt": str(self.cache.prompt_length), "spans": json.dumps(spans),
+                "achieved": json.dumps(self.achieved.as_json())}
         temporary = file.with_name(file.name + ".part")
-        save_file(tensors, temporary, metadata=meta | {"digest": content_digest(tensors, meta)})
-        temporary.replace(file)
+        try:
+            save_file(tensors, temporary, metadata=meta | {"digest": content_digest(tensors, meta)})
+            temporary.replace(file)
+        except Exception as error:  # safetensors has an exception of its own
+            temporary.unlink(missing_ok=True)
+            raise Refused(f"can't save the context to {str(file)!r} ({error}); name a file in a folder that you may write "
+                          "to.") from error
         return file
 
     @classmethod
@@ -224,8 +236,9 @@ class Context:
             raise Refused(f"{str(path)!r} holds {meta['dtype'][6:]} numbers, but {loaded.name} is loaded in "
                           f"{str(loaded.model.dtype)[6:]}; load the model in {meta['dtype'][6:]}, or read again.")
         ids, recipe = tensors["ids"].tolist(), Recipe.parse(meta["recipe"])
-        with recipe.on(loaded.model) as run:
-            cache = run.new_cache(Prompt(tensors["ids"][None], int(meta["prompt"])))
+        with turn(loaded.model), recipe.on(loaded.model) as run:
+            spans = {name: [tuple(s) for s in found] for name, found in json.loads(meta.get("spans", "{}")).items()}
+            cache = run.new_cache(Prompt(tensors["ids"][None], int(meta["prompt"]), spans))
         _fill(cache, tensors, len(ids), json.loads(meta["stores"]))
         context = cls(loaded, recipe, cache, ids, meta["foot"])
         context.logits, context.achieved = tensors["logits"], achieved_from_json(json.loads(meta["achieved"]))
@@ -242,10 +255,12 @@ class _adopted:
     """A recipe's run that goes on with a cache made earlier."""
 
     def __init__(self, recipe: Recipe, model: Any, cache: RecipeCache) -> None:
-        self.cache, self.context, self.recipe = cache, per_row([recipe], model), recipe
+        self.cache, self.context, self.recipe = cache, contextlib.ExitStack(), recipe
+        self.run, self.turn = per_row([recipe], model), turn(model)
 
     def __enter__(self) -> Run:
-        run = self.context.__enter__()
+        self.context.enter_context(self.turn)
+        run = self.context.enter_context(self.run)
         run.adopt(self.cache)
         self.recipe.last_run = run
         return run

@@ -26,6 +26,7 @@ from longspan.cache.reuse import Assembled, DocumentCache, Fused, Joined, Librar
 from longspan.context.document import Answer, Context, check_window, frame
 from longspan.decoding import Generated, end_ids, greedy, token_nlls
 from longspan.models import Loaded, Prompt
+from longspan.models.hook import turn
 from longspan.recipe import Recipe, Run
 from longspan.registry import Refused
 
@@ -71,7 +72,7 @@ class ReusedContext:
         self.loaded, self.recipe, self.foot = loaded, recipe, foot
         assert isinstance(recipe.reuse, Reuse)
         self.method: Reuse = recipe.reuse
-        with Recipe().on(loaded.model) as run:
+        with turn(loaded.model), Recipe().on(loaded.model) as run:
             self.joined: Assembled = assemble(run.parts, model_key(loaded.model), found.prefix, found.pieces)
         self.read_s = time.perf_counter() - start
         """Seconds it took to find or read the documents and to join them."""
@@ -96,7 +97,7 @@ class ReusedContext:
         loaded, tokenizer = library.loaded, library.loaded.tokenizer
         head, foot = frame(tokenizer)
         start, found = time.perf_counter(), _Found()
-        with Recipe().on(loaded.model):
+        with turn(loaded.model), Recipe().on(loaded.model):
             if first := tokenizer(head, add_special_tokens=not head)["input_ids"]:
                 found.prefix = library.get(first)[0]
             for document in documents:
@@ -126,7 +127,7 @@ class ReusedContext:
         library = Library(loaded, recipe.reuse.library)
         prefix, stretches = cut(ids, (spans or {}).get("documents") or [], recipe.reuse.chunk, _head(loaded, ids))
         start, found = time.perf_counter(), _Found()
-        with Recipe().on(loaded.model):
+        with turn(loaded.model), Recipe().on(loaded.model):
             if prefix:
                 found.prefix = library.get(ids[:prefix])[0]
             for a, b, is_document in stretches:
@@ -159,7 +160,7 @@ class ReusedContext:
     def nlls(self, question: Sequence[int], answer: Sequence[int], chunk: int | None = None) -> list[float]:
         """Negative log-likelihood (nats) of each answer token after documents and question."""
         check_window(self.loaded, len(self.ids) + len(question) + len(answer), "documents, question and answer together")
-        with Recipe().on(self.loaded.model) as run:
+        with turn(self.loaded.model), Recipe().on(self.loaded.model) as run:
             cache, logits = self._join(run, question, self._asked(question))
             return token_nlls(self.loaded.model, cache, logits, answer, chunk)
 
@@ -167,7 +168,7 @@ class ReusedContext:
     def cache(self) -> RecipeCache:
         """The cache of the latest question's prompt; before the first one, that of the documents as they were joined."""
         if self._cache is None:
-            with Recipe().on(self.loaded.model) as run:
+            with turn(self.loaded.model), Recipe().on(self.loaded.model) as run:
                 layers = range(len(self.joined.k))
                 plain = Fused(self.joined.ids, [self.joined.k[i][None].clone() for i in layers],
                               [self.joined.v[i][None].clone() for i in layers], torch.empty(0), self.joined.ids.new_empty(0))
@@ -210,7 +211,7 @@ class ReusedContext:
                 question: tuple[int, int]) -> tuple[Generated, float]:
         check_window(self.loaded, len(self.ids) + len(suffix) + max_new_tokens, "documents, question and answer together")
         start = time.perf_counter()
-        with Recipe().on(self.loaded.model) as run:
+        with turn(self.loaded.model), Recipe().on(self.loaded.model) as run:
             cache, logits = self._join(run, suffix, question)
             int(logits.argmax())  # waits for the device
             ttft = time.perf_counter() - start

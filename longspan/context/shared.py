@@ -18,6 +18,7 @@ from longspan.context.document import Context, check_window
 from longspan.context.units import with_units
 from longspan.decoding import read
 from longspan.models import Loaded, Prompt
+from longspan.models.hook import turn
 from longspan.recipe import Recipe
 from longspan.registry import Refused
 
@@ -48,7 +49,7 @@ def read_once(loaded: Loaded, ids: Sequence[int], recipes: Sequence[Recipe], *,
         marked |= with_units(spans, recipe, loaded.tokenizer, ids)
     tensor = torch.tensor([list(ids)], device=loaded.model.device)
     start = time.perf_counter()
-    with Recipe(cache=gatherer([r.cache for r in recipes if r.cache is not None])).on(loaded.model) as run:
+    with turn(loaded.model), Recipe(cache=gatherer([r.cache for r in recipes if r.cache is not None])).on(loaded.model) as run:
         base = run.new_cache(Prompt(tensor, len(ids), marked))
         logits = read(loaded.model, tensor, base)[:, 0]
         read_s = time.perf_counter() - start

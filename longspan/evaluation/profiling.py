@@ -124,6 +124,9 @@ def make_profiles(loaded: Loaded, recipes: Sequence[Recipe | str], progress: Pro
     paths = [out or key.path for key in keys]
     known = [None if again else _there(path, key) for path, key in zip(paths, keys)]
     missing = [n for n, profile in enumerate(known) if profile is None]
+    if out is not None and out.exists() and missing and not again:
+        raise Refused(f"{str(out)!r} is there and isn't the profile of {parsed[0]} on this model; name another file, or "
+                      "say --again to write over it.")
     if not missing:
         return [Made(path, p, True, time.perf_counter() - start) for path, p in zip(paths, known) if p is not None]
     length = min(1024, context_window(loaded.model) // 2) if length is None else length

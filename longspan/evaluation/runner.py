@@ -7,6 +7,7 @@ stopped, repeats nothing and loses nothing. When all rows are there they are wri
 from __future__ import annotations
 
 import hashlib
+import inspect
 import json
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -52,6 +53,10 @@ class Request:
     """Read each example once for all recipes: quality and bytes, no times, and nothing is generated."""
 
     def __post_init__(self) -> None:
+        # What is given twice is measured and counted once.
+        self.recipes = list({recipe.name or str(recipe): recipe for recipe in self.recipes}.values())
+        self.tasks = list({str(task): task for task in self.tasks}.values())
+        self.lengths = list(dict.fromkeys(self.lengths))
         if self.read_once:
             self._check_read_once()
         if self.compress not in (BEFORE, AFTER):
@@ -69,10 +74,12 @@ class Request:
         if self.compress != BEFORE:
             raise Refused(f"--read-once with --compress {self.compress}: contexts are shared before their question is known; "
                           f"expected {BEFORE}.")
+        if self.oracle is not None:
+            raise Refused(f"--read-once with --oracle {self.oracle}: the oracle reads examples in its own way; leave one out.")
         for recipe in self.recipes:
             if not shareable(recipe):
                 raise Refused(f"--read-once: recipe {str(recipe)!r} changes how a context is read; expected recipes that only "
-                              "choose what stays when it ends.")
+                              "choose what stays when it ends (schedule=at-prompt).")
 
 
 def parse_task(text: str) -> Task:
@@ -161,13 +168,29 @@ def describe(loaded: Loaded, recipe: Recipe, task: Task, length: int, request: R
         "index": example.meta["index"], "seed": request.seed, "compress": request.compress,
         "max_new_tokens": example.max_new_tokens,
         "text_source": text.source if text else "", "text_hash": text.sha256 if text else "",
-    } | ({} if request.oracle is None else {"oracle_name": str(request.oracle)})
+    } | ({} if request.oracle is None else {"oracle_name": str(request.oracle)}) | own_code(recipe)
+
+
+def own_code(recipe: Recipe) -> Row:
+    """A digest of the files of the recipe's methods that aren't part of the package: who edits one measures anew."""
+    files = {inspect.getsourcefile(type(m)) for m in nested(recipe.methods) if not type(m).__module__.startswith("longspan.")}
+    content = [Path(file).read_bytes() for file in sorted(f for f in files if f)]
+    return {"own_code": hashlib.sha256(b"\0".join(content)).hexdigest()[:16]} if content else {}
+
+
+def nested(methods: Iterable[Any]) -> Iterator[Any]:
+    """Methods, and those that are their knobs' values."""
+    for m in methods:
+        yield m
+        yield from nested(getattr(m, knob.name) for knob in m.card.knobs if knob.kind)
 
 
 def row_key(row: Row) -> str:
     named = {name: row[name] for name in KEY} | {"fingerprint": row["fingerprint"]}
     if row.get("oracle_name"):
         named["oracle"] = row["oracle_name"]
+    if row.get("own_code"):
+        named["own_code"] = row["own_code"]
     return hashlib.sha256(json.dumps(named, sort_keys=True).encode()).hexdigest()
 
 

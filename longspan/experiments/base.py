@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import math
 import platform
 import time
 from collections.abc import Callable, Sequence
@@ -77,9 +78,19 @@ class Done:
 
     def as_json(self) -> dict[str, Any]:
         o = self.outcome
-        return {"id": self.id, "system": self.system, "scale": self.scale, "claim": self.claim, "measured": o.measured,
-                "expected": o.expected, "checks": o.checks, "verdict": o.verdict, "reason": o.reason, "seeds": o.seeds,
-                "seconds": round(self.seconds, 1), "machine": self.machine, "table": o.table}
+        return _numbers({
+            "id": self.id, "system": self.system, "scale": self.scale, "claim": self.claim, "measured": o.measured,
+            "expected": o.expected, "checks": o.checks, "verdict": o.verdict, "reason": o.reason, "seeds": o.seeds,
+            "seconds": round(self.seconds, 1), "machine": self.machine, "table": o.table})
+
+
+def _numbers(value: Any) -> Any:
+    """The value with None for NaN and infinities, which JSON doesn't know."""
+    if isinstance(value, dict):
+        return {key: _numbers(part) for key, part in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_numbers(part) for part in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def names() -> list[str]:
@@ -105,11 +116,15 @@ def perform(experiment: Experiment, scale: str, out: Path | None = None,
     """Run an experiment; with `out`, write ``<id>.json`` there."""
     if scale not in SCALES:
         raise Refused(f"--scale: {nearest(scale, SCALES, 'scale')}")
+    if out is not None:
+        try:
+            out.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise Refused(f"--out {str(out)!r} can't be made a folder ({error.strerror}).") from error
     start = time.perf_counter()
     outcome = experiment.run(scale, lambda what: progress(f"{experiment.id}: {what}"))
     done = Done(experiment.id, experiment.system, scale, experiment.claim, outcome, time.perf_counter() - start, machine())
     if out is not None:
-        out.mkdir(parents=True, exist_ok=True)
         path = out / f"{experiment.id}.json"
         path.write_text(json.dumps(done.as_json(), indent=1, default=str) + "\n", encoding="utf-8")
     return done

@@ -304,6 +304,19 @@ def _release(config: Any) -> None:
         config._attn_implementation_internal = old
 
 
+_turns: weakref.WeakKeyDictionary[nn.Module, threading.RLock] = weakref.WeakKeyDictionary()  # type: ignore[valid-type]
+
+
+@contextlib.contextmanager
+def turn(model: nn.Module) -> Iterator[None]:
+    """One thread at a time, for what enters and leaves blocks of its own: threads that cross there would leave them in
+    another order than entered."""
+    with _lock:
+        own = _turns.setdefault(model, threading.RLock())
+    with own:
+        yield
+
+
 @contextlib.contextmanager
 def attached(model: nn.Module, handler: Handler, *, patience: float = 60.0) -> Iterator[Parts]:
     """Run `model` under `handler` until the block ends; afterwards the model is what it was.

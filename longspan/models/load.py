@@ -316,6 +316,22 @@ def fingerprint(model_or_folder: Any) -> str:
     return _digest(model.config.to_dict(), _sampled(model))
 
 
+edited_weights: dict[int, int] = {}
+"""Addresses of weights that are changed for a while, and how many changes are on: a fingerprint's sample may miss them."""
+
+
+def edits_digest(model: Any) -> str:
+    """A key of the weights of a model that are changed for a while; empty where none is."""
+    changed = [(n, p) for n, p in model.named_parameters() if not p.is_meta and p.data_ptr() in edited_weights]
+    if not changed:
+        return ""
+    total = hashlib.sha256()
+    for name, p in changed:
+        total.update(name.encode())
+        total.update(p.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data)
+    return total.hexdigest()
+
+
 def _digest(config: dict[str, Any], samples: Iterator[tuple[str, tuple[int, ...], Tensor]]) -> str:
     stable = {k: v for k, v in config.items() if k not in _VOLATILE and not k.startswith("_")}
     stable = {k: v for k, v in stable.items() if not k.endswith("_token_id")}

@@ -159,7 +159,7 @@ def oracle_table(summary: Iterable[Line], title: str | None = None) -> Table | N
         numbers = [_decimal(figures.get(part)) for figures in both for part in ("mean", "min", "jump")]
         table.add_row(Text(str(line["recipe"])), *numbers)
     table.caption = ("Agreement of a score's ranking of prompt tokens with the reference, per layer: mean, worst layer, and mean "
-                     f"difference of neighbouring layers. {NONE}: the recipe has no score.")
+                     f"difference of neighbouring layers. {NONE}: no score, no answer, or too few tokens to compare.")
     return table
 
 

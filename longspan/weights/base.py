@@ -8,6 +8,7 @@ from contextlib import AbstractContextManager, contextmanager
 import torch
 from torch import Tensor, nn
 
+from longspan.models.load import edited_weights
 from longspan.registry import Method
 
 
@@ -28,11 +29,17 @@ class WeightTransform(Method):
 @contextmanager
 def edited(weight: Tensor, part: tuple[slice, ...], change: Callable[[Tensor], Tensor]) -> Iterator[None]:
     """Replace ``weight[part]`` by what `change` makes of it until the block ends."""
+    place = weight.data_ptr()
     with torch.no_grad():
         before = weight[part].clone()
         weight[part] = change(before).to(weight.dtype)
+    edited_weights[place] = edited_weights.get(place, 0) + 1
     try:
         yield
     finally:
         with torch.no_grad():
             weight[part] = before
+        if edited_weights[place] == 1:
+            del edited_weights[place]
+        else:
+            edited_weights[place] -= 1

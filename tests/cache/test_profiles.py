@@ -140,3 +140,33 @@ def test_a_models_key_follows_its_weights(monkeypatch):
     assert profiles.model_key(model) == "key 2"
     model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight.clone())
     assert profiles.model_key(model) == profiles.model_key(model) == "key 3"
+
+
+def test_weights_changed_for_a_while_make_another_model():
+    """Silencing heads escapes the sample of a fingerprint; a profile or a document's cache must not."""
+    from longspan.recipe import Recipe
+
+    model = tiny("llama", layers=4, heads=8, kv_heads=2)
+    plain = profiles.model_key(model)
+    with Recipe.parse("head-ablation(heads=1)").on(model):
+        silenced = profiles.model_key(model)
+        with Recipe.parse("head-ablation(heads=1, score=random, seed=3)").on(model):
+            assert profiles.model_key(model) not in (plain, silenced)
+        assert profiles.model_key(model) == silenced
+    assert profiles.model_key(model) == plain != silenced
+
+
+def test_damaged_weights_of_ones_own_give_way_to_those_of_the_package(tmp_path, monkeypatch):
+    from profiled import random_weights
+
+    from longspan.cache.scores.indexmem import IndexMem
+
+    monkeypatch.setenv("LONGSPAN_CACHE", str(tmp_path / "own"))
+    monkeypatch.setattr(profiles, "SHIPPED", tmp_path / "package")
+    model, method = tiny("llama"), IndexMem()
+    key = profiles.trained_key(model, method)
+    profiles.save(Profile(key, random_weights(model)), key.shipped)
+    key.path.parent.mkdir(parents=True)
+    key.path.write_bytes(b"not a profile")
+    found = profiles.find_trained(model, method)
+    assert torch.equal(found.tensors["indexer.key"], random_weights(model)["indexer.key"])

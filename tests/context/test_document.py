@@ -273,3 +273,22 @@ def test_a_recipe_may_be_given_as_an_object(loaded):
     recipe = Recipe.parse("h2o(budget=0.3)")
     context = Context.read(loaded, TEXT, recipe)
     assert context.recipe is recipe and ask(context) == ask(Context.read(loaded, TEXT, "h2o(budget=0.3)"))
+
+
+def test_what_cannot_be_written_or_read_is_refused(loaded, tmp_path):
+    context = Context.read(loaded, "Some text. " * 20, "knorm(budget=0.5)")
+    for place in (tmp_path / "missing" / "a.longspan", tmp_path):
+        with pytest.raises(Refused, match="can't save the context"):
+            context.save(place)
+    assert list(tmp_path.parent.glob("*.part")) == [] and list(tmp_path.iterdir()) == []
+    with pytest.raises(Refused, match="no tokens"):
+        Context.from_ids(loaded, [], "knorm")
+    with pytest.raises(Refused, match="max_new_tokens=0"):
+        context.ask("Who?", max_new_tokens=0)
+
+
+def test_a_later_cut_knows_its_sentences_after_loading(loaded, tmp_path):
+    recipe = "shotkv(r_p=0.5, W=4, schedule=every(steps=4, at_prompt=False))"
+    context = Context.read(loaded, "One sentence here. Another one there. A third stands last. " * 3, recipe)
+    again = Context.load(context.save(tmp_path / "a.longspan"), loaded)
+    assert again.ask("Who?", max_new_tokens=6).ids == context.ask("Who?", max_new_tokens=6).ids

@@ -146,3 +146,40 @@ def test_recipes_that_read_in_their_own_way_are_not_read_once(loaded):
         Request([Recipe.parse("xattention + knorm")], [parse_task("niah")], [300], read_once=True)
     with pytest.raises(Refused, match="expected before-question"):
         Request([Recipe.parse("knorm")], [parse_task("niah")], [300], compress="after-question", read_once=True)
+
+
+def test_what_is_given_twice_counts_once(loaded):
+    twice = Request([Recipe.parse("full"), Recipe.parse("knorm(budget=0.5)"), Recipe.parse("full")],
+                    [parse_task("passkey"), parse_task("passkey")], [512, 512], 1, max_new_tokens=2)
+    rows = run(loaded, twice)
+    assert [r["recipe"] for r in rows] == ["full", "knorm(budget=0.5)"]
+
+
+def test_rows_of_a_method_of_ones_own_belong_to_its_code(loaded, tmp_path):
+    from longspan import registry
+
+    code = """
+from longspan.cache import Score
+from longspan.registry import method
+
+@method("own-{n}", kind="score", summary="A score of a test.")
+class Own(Score):
+    def score(self, x):
+        return {sign}x.k.float().norm(dim=-1)
+"""
+    file = tmp_path / "own.py"
+    file.write_text(code.format(n=1, sign=""))
+    registry.load_file(file)
+    first = runner_module.own_code(Recipe.parse("own-1(budget=0.5)"))
+    wrapped = runner_module.own_code(Recipe.parse("criticalkv(base=own-1)"))
+    assert first == wrapped and len(first["own_code"]) == 16
+    file.write_text(code.format(n=1, sign="-"))
+    assert runner_module.own_code(Recipe.parse("own-1(budget=0.5)")) != first
+    assert runner_module.own_code(Recipe.parse("knorm(budget=0.5)")) == {}
+
+
+def test_an_oracle_does_not_read_once(loaded):
+    from longspan.evaluation import parse_oracle
+
+    with pytest.raises(Refused, match="leave one out"):
+        Request([Recipe.parse("knorm")], [parse_task("niah")], [400], oracle=parse_oracle("gt-ref"), read_once=True)

@@ -30,6 +30,7 @@ from longspan.cache.profiles import model_key
 from longspan.cache.reuse.document import DocumentCache, depends_on_length, read_alone, rotary_digest
 from longspan.cache.reuse.stage import parts_of
 from longspan.models.bundled import cache_folder
+from longspan.models.hook import turn
 from longspan.models.load import Loaded
 from longspan.registry import Refused
 
@@ -90,7 +91,7 @@ class Library:
         Raises:
             Refused: no tokens, or more than the model's window.
         """
-        with self._lock:
+        with turn(self.loaded.model), self._lock:
             found = self.find(ids)
             if found is not None:
                 self._counts.hits += 1
@@ -104,7 +105,7 @@ class Library:
 
     def find(self, ids: Sequence[int]) -> DocumentCache | None:
         """The cache of a document if it is there. Counts nothing as a hit or miss."""
-        with self._lock:
+        with turn(self.loaded.model), self._lock:
             name = self.key(ids)
             found = self._held.get(name)
             if found is not None:
