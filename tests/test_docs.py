@@ -128,6 +128,18 @@ BENCH = {
         }
     ],
 }
+STORE = {"store": "ragged", "cache_mb": 75.0, "ms_per_step": 20.0, "bound": 2.0, "reachable": 1.75, "speedup": 1.5,
+         "share_of_bound": 0.75}
+BATCHES = {"length": 900, "budget": 0.2, "dtype": "bfloat16", "weights_mb": 270.0, "machine": "a desk",
+           "batches": [{"rows": 3, "stores": [STORE, {**STORE, "store": "floor", "ms_per_step": 12.5}]}]}
+COSTS = {"machine": "a desk", "rows": [{"score": "knorm", "watches": "keys", "tokens": 900, "added_s": 0.5, "dense_s": 10.0,
+                                        "share": 0.05}]}
+SWEPT = {"task": "ruler-niah-multikey-1", "length": 512, "n": 4, "accuracy": 0.5, "ci95": [0.2, 0.8], "answer_nll": 1.25, "cache_bytes": 2**22,
+         "full_cache_bytes": 2**24}
+SWEEP = {"model": "made-up", "machine": "a desk", "refused": [],
+         "rows": [{**SWEPT, "recipe": "full", "cache_bytes": 2**24}, {**SWEPT, "recipe": "knorm @ uniform(budget=0.2)"}],
+         "winners": [{"task": "ruler-niah-multikey-1", "budget": 0.2, "n": 4, "winner": "knorm @ uniform(budget=0.2)", "answer_nll": 1.25,
+                      "full_nll": 1.0, "recipes": 1, "not_told_apart": []}]}
 OUTCOME = {
     "id": "made-up",
     "system": "made-up",
@@ -149,7 +161,8 @@ def rendered(tmp_path_factory):
         (root / "docs" / folder).mkdir()
     for name in ("block_sparse", "ragged_decode"):
         (root / "docs/data" / f"{name}.json").write_text(json.dumps(BENCH))
-    (root / "docs/data/demo.json").write_text(json.dumps(DEMO))
+    for name, made_up in (("demo", DEMO), ("decode_batch", BATCHES), ("score_cost", COSTS), ("cache_sweep", SWEEP)):
+        (root / f"docs/data/{name}.json").write_text(json.dumps(made_up))
     (root / "docs/reproduction/made-up.json").write_text(json.dumps(OUTCOME))
     made, missing = render.outputs(root)
     assert [m for m in missing if "kvpress" not in m] == []

@@ -213,3 +213,13 @@ def test_several_recipes_share_their_texts(loaded, monkeypatch, tmp_path):
         assert torch.equal(one.profile.tensors["ratios"], all_.profile.tensors["ratios"])
     with pytest.raises(Refused, match="can't hold the profiles of 3 recipes"):
         profiling.make_profiles(loaded, recipes, out=tmp_path / "x.safetensors")
+
+
+def test_a_file_that_holds_something_else_is_not_written_over(loaded, tmp_path):
+    file, options = tmp_path / "x.safetensors", {"contexts": 1, "questions": 1, "length": 200, "answers": "known"}
+    made = make_profile(loaded, "knorm @ lu-kv", out=file, **options)
+    assert make_profile(loaded, "knorm @ lu-kv", out=file, **options).reused
+    with pytest.raises(Refused, match="isn't the profile of keydiff @ lu-kv"):
+        make_profile(loaded, "keydiff @ lu-kv", out=file, **options)
+    assert profiles.load(file).key == made.profile.key
+    assert make_profile(loaded, "keydiff @ lu-kv", out=file, again=True, **options).profile.key.score == "keydiff"

@@ -22,6 +22,21 @@ def test_outcomes_are_stored_as_json(tmp_path):
     assert {"id", "scale", "claim", "measured", "expected", "checks", "verdict", "reason"} <= set(stored)
 
 
+def test_a_folder_that_cannot_be_made_is_refused_before_anything_runs(tmp_path):
+    (tmp_path / "file").write_text("")
+    started = []
+    with pytest.raises(Refused, match="can't be made a folder"):
+        perform(Experiment("x", "x", "", lambda *_: started.append(1)), "smoke", tmp_path / "file")
+    assert started == []
+
+
+def test_numbers_that_json_does_not_know_are_null(tmp_path):
+    odd = Outcome({"gain": float("nan"), "ends": (1.0, float("inf"))}, {}, {"ok": True}, "reproduced", "", [1], [{"n": 1}])
+    perform(Experiment("x", "x", "", lambda *_: odd), "smoke", tmp_path)
+    stored = json.loads((tmp_path / "x.json").read_text(), parse_constant=lambda name: pytest.fail(name))
+    assert stored["measured"] == {"gain": None, "ends": [1.0, None]}
+
+
 def test_a_verdict_needs_its_reason():
     with pytest.raises(ValueError, match="needs a reason"):
         outcome("failed")
