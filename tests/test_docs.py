@@ -134,11 +134,13 @@ BATCHES = {"length": 900, "budget": 0.2, "dtype": "bfloat16", "weights_mb": 270.
            "batches": [{"rows": 3, "stores": [STORE, {**STORE, "store": "floor", "ms_per_step": 12.5}]}]}
 COSTS = {"machine": "a desk", "rows": [{"score": "knorm", "watches": "keys", "tokens": 900, "added_s": 0.5, "dense_s": 10.0,
                                         "share": 0.05}]}
-SWEPT = {"task": "ruler-niah-multikey-1", "length": 512, "n": 4, "accuracy": 0.5, "ci95": [0.2, 0.8], "answer_nll": 1.25, "cache_bytes": 2**22,
+SWEPT = {"task": "ruler-niah-multikey-1", "length": 512, "n": 4,
+         "accuracy": 0.5, "ci95": [0.2, 0.8], "answer_nll": 1.25, "cache_bytes": 2**22,
          "full_cache_bytes": 2**24}
 SWEEP = {"model": "made-up", "machine": "a desk", "refused": [],
          "rows": [{**SWEPT, "recipe": "full", "cache_bytes": 2**24}, {**SWEPT, "recipe": "knorm @ uniform(budget=0.2)"}],
-         "winners": [{"task": "ruler-niah-multikey-1", "budget": 0.2, "n": 4, "winner": "knorm @ uniform(budget=0.2)", "answer_nll": 1.25,
+         "winners": [{"task": "ruler-niah-multikey-1", "budget": 0.2, "n": 4,
+                      "winner": "knorm @ uniform(budget=0.2)", "answer_nll": 1.25,
                       "full_nll": 1.0, "recipes": 1, "not_told_apart": []}]}
 OUTCOME = {
     "id": "made-up",
