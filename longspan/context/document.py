@@ -12,7 +12,6 @@ taken back afterwards. An appended turn stays, and is not read again.
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import json
 import time
 from collections.abc import Iterator, Sequence
@@ -25,6 +24,7 @@ from safetensors.torch import safe_open, save_file
 from torch import Tensor
 
 from longspan.cache import Achieved, RecipeCache, achieved_from_json
+from longspan.cache.digest import content_digest
 from longspan.context.units import with_units
 from longspan.decoding import Generated, end_ids, greedy, read, token_nlls
 from longspan.models import Loaded, Prompt
@@ -287,12 +287,3 @@ def check_window(loaded: Loaded, tokens: int, what: str) -> None:
     if tokens > window:
         raise Refused(f"{what}: {tokens} tokens, but {loaded.name} reads at most {window}; "
                       f"shorten by {tokens - window} tokens, or choose a model with a longer window.")
-
-
-def content_digest(tensors: dict[str, Tensor], meta: dict[str, str]) -> str:
-    """A key of everything in a saved context: one flipped bit gives another."""
-    found = hashlib.sha256(json.dumps(sorted(meta.items())).encode())
-    for name, t in sorted(tensors.items()):
-        found.update(f"{name} {t.dtype} {tuple(t.shape)}".encode())
-        found.update(t.cpu().contiguous().flatten().view(torch.uint8).numpy().data)
-    return found.hexdigest()

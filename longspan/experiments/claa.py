@@ -14,7 +14,6 @@ The curve of the maximum needs four layers, so all three are compared from the l
 from __future__ import annotations
 
 import random
-import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -33,9 +32,9 @@ from longspan.evaluation import Request, parse_task, run
 from longspan.evaluation.agreement import Agreement, compare_rankings, over_layers
 from longspan.evaluation.oracles import DenseReading, dense_reading, reference
 from longspan.evaluation.statistics import paired
-from longspan.evaluation.texts import load_text
 from longspan.evaluation.words import NOUNS
 from longspan.experiments.base import Experiment, Outcome
+from longspan.experiments.hidden import hide, plain_prose
 from longspan.models import Prompt, load
 from longspan.recipe import Recipe
 from longspan.registry import Card, Refused
@@ -68,8 +67,7 @@ class Question:
 def questions(tokenizer: Any, prompts: int, tokens: int) -> Iterator[Question]:
     """Prose with four hidden numbers, and a question about one of them."""
     head, foot = frame(tokenizer)
-    prose = [s for s in (re.sub(r"[*`\"|]+", "", s) for s in load_text("pydoc").sentences)
-             if re.fullmatch(r"[A-Z][\w ,;'()-]{40,}\.", s)]
+    prose = plain_prose()
 
     def ids(text: str) -> list[int]:
         return tokenizer(text, add_special_tokens=False)["input_ids"]
@@ -78,13 +76,7 @@ def questions(tokenizer: Any, prompts: int, tokens: int) -> Iterator[Question]:
         rng = random.Random(f"claa/{SEED}/{index}")
         needles = {word: str(rng.randrange(10_000, 100_000)) for word in rng.sample(NOUNS, 4)}
         lines = [f"The magic number for {word} is: {number}." for word, number in needles.items()]
-        start, length = rng.randrange(len(prose)), sum(len(ids(" " + line)) for line in lines)
-        body: list[str] = []
-        while length < tokens:
-            body.append(prose[(start + len(body)) % len(prose)])
-            length += len(ids(" " + body[-1]))
-        for place, line in zip(sorted(rng.sample(range(1, len(body)), 4), reverse=True), lines):
-            body.insert(place, line)
+        body = hide(lines, prose, tokens, lambda text: len(ids(text)), rng)
         word = rng.choice(sorted(needles))
         asked = f"\n\nWhat is the magic number for {word} mentioned in the text?{foot}The magic number for {word} is:"
         yield Question(ids(head + " ".join(body) + asked), ids(f" {needles[word]}"))

@@ -32,9 +32,9 @@ from longspan.cache.stores.tiered import Tiered
 from longspan.cache.top_p import calibrate, probabilities, top_p_sets, top_p_sizes
 from longspan.decoding import end_ids, greedy, read
 from longspan.evaluation.statistics import mean_interval
-from longspan.evaluation.texts import load_text
 from longspan.evaluation.words import NOUNS
 from longspan.experiments.base import Experiment, Outcome
+from longspan.experiments.hidden import plain_prose
 from longspan.kernels import attend
 from longspan.models import LayerCall, Loaded, Prompt, load
 from longspan.models.bundled import cache_folder
@@ -60,8 +60,7 @@ PAPER: dict[str, Any] = {"model": "Qwen/Qwen3-8B", "problems": "aime24.jsonl", "
 
 def texts(tokenizer: Any, count: int, tokens: int) -> Iterator[list[int]]:
     """Prose with three hidden facts, then a question about one of them, as token ids."""
-    prose = [s for s in (re.sub(r"[*`\"|]+", "", s) for s in load_text("pydoc").sentences)
-             if re.fullmatch(r"[A-Z][\w ,;'()-]{40,}\.", s)]
+    prose = plain_prose()
     for index in range(count):
         draw = random.Random(f"hard-kv/{SEED}/{index}")
         facts = {noun: draw.randrange(1000, 10_000) for noun in draw.sample(NOUNS, 3)}

@@ -14,7 +14,6 @@ attended through the plan. One example goes the whole way through the library's 
 from __future__ import annotations
 
 import random
-import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -27,9 +26,9 @@ from longspan.cache import CachePolicy, LayerContext
 from longspan.context import Context
 from longspan.context.document import frame
 from longspan.evaluation import Request, parse_task, run
-from longspan.evaluation.texts import load_text
 from longspan.evaluation.words import NOUNS
 from longspan.experiments.base import Experiment, Outcome
+from longspan.experiments.hidden import hide, plain_prose
 from longspan.kernels import attend
 from longspan.models import LayerCall, load
 from longspan.recipe import Recipe
@@ -63,8 +62,7 @@ class Question:
 def questions(tokenizer: Any, contexts: int, per_context: int, tokens: int) -> Iterator[Question]:
     """Prose with four hidden numbers, and questions about some of them."""
     head, foot = frame(tokenizer)
-    prose = [s for s in (re.sub(r"[*`\"|]+", "", s) for s in load_text("pydoc").sentences)
-             if re.fullmatch(r"[A-Z][\w ,;'()-]{40,}\.", s)]
+    prose = plain_prose()
 
     def ids(text: str) -> list[int]:
         return tokenizer(text, add_special_tokens=False)["input_ids"]
@@ -73,13 +71,7 @@ def questions(tokenizer: Any, contexts: int, per_context: int, tokens: int) -> I
         rng = random.Random(f"obcache/{SEED}/{index}")
         needles = {word: str(rng.randrange(10_000, 100_000)) for word in rng.sample(NOUNS, 4)}
         lines = [f"The special magic number for {word} is: {number}." for word, number in needles.items()]
-        start, length = rng.randrange(len(prose)), sum(len(ids(" " + line)) for line in lines)
-        body: list[str] = []
-        while length < tokens:
-            body.append(prose[(start + len(body)) % len(prose)])
-            length += len(ids(" " + body[-1]))
-        for place, line in zip(sorted(rng.sample(range(1, len(body)), 4), reverse=True), lines):
-            body.insert(place, line)
+        body = hide(lines, prose, tokens, lambda text: len(ids(text)), rng)
         for word in rng.sample(sorted(needles), per_context):
             rest = f"\n\nWhat is the special magic number for {word} mentioned in the text?{foot}"
             rest += f"The special magic number for {word} is:"

@@ -12,7 +12,6 @@ For information the time to the first token is measured too: caches ready in a l
 from __future__ import annotations
 
 import random
-import re
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -29,9 +28,9 @@ from longspan.context import Library, ReusedContext
 from longspan.context.document import Context, frame
 from longspan.evaluation import Request, parse_task, run
 from longspan.evaluation.statistics import mean_interval
-from longspan.evaluation.texts import load_text
 from longspan.evaluation.words import NOUNS
 from longspan.experiments.base import Experiment, Outcome
+from longspan.experiments.hidden import plain_prose
 from longspan.models import Loaded, find_parts, load
 from longspan.recipe import Recipe
 from longspan.registry import Card
@@ -78,8 +77,7 @@ class Text:
 def texts(tokenizer: Any, contexts: int, per_context: int, chunk: int) -> Iterator[Text]:
     """Four chunks of prose, each with one number hidden in it."""
     head, foot = frame(tokenizer)
-    prose = [s for s in (re.sub(r"[*`\"|]+", "", s) for s in load_text("pydoc").sentences)
-             if re.fullmatch(r"[A-Z][\w ,;'()-]{40,}\.", s)]
+    prose = plain_prose()
 
     def ids(text: str) -> list[int]:
         return tokenizer(text, add_special_tokens=False)["input_ids"]

@@ -60,7 +60,8 @@ def _linear(module: Any, x: Tensor) -> Tensor:
 
 
 def _mlp(module: Any, x: Tensor) -> Tensor:
-    if _is_few(x):
+    parts = (module.gate_proj, module.up_proj, module.down_proj)
+    if _is_few(x) and not any(p._forward_hooks or p._forward_pre_hooks for p in parts):  # hooks want to see their module run
         return gated_mlp(x, module.gate_proj.weight, module.up_proj.weight, module.down_proj.weight)
     forward: Any = type(module).forward
     return forward(module, x)
@@ -100,7 +101,7 @@ def _is_silu_mlp(cls: Any, act: Any) -> bool:
         with torch.no_grad():
             wanted = gated_mlp(x, trial.gate_proj.weight, trial.up_proj.weight, trial.down_proj.weight)
             return torch.allclose(cls.forward(trial, x), wanted, atol=1e-5)
-    except Exception:
+    except Exception:  # a class that can't be tried is none that is known
         return False
 
 
@@ -114,5 +115,5 @@ def _is_rms_norm(cls: Any) -> bool:
         x = torch.randn(3, 8, generator=generator)
         with torch.no_grad():
             return torch.allclose(trial(x), rms_norm(x, trial.weight, 0.25), atol=1e-5)
-    except Exception:
+    except Exception:  # a class that can't be tried is none that is known
         return False

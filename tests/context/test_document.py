@@ -9,8 +9,9 @@ import torch
 from safetensors.torch import load_file, safe_open, save_file
 from tiny_models import TOKENS, tiny, tiny_tokenizer
 
+from longspan.cache.digest import content_digest
 from longspan.context import Context
-from longspan.context.document import check_window, content_digest, frame
+from longspan.context.document import check_window, frame
 from longspan.models import Loaded
 from longspan.recipe import Recipe
 from longspan.registry import Refused

@@ -81,6 +81,18 @@ def test_a_copy_made_while_a_recipe_is_on_is_a_model_of_its_own(model):
 
 
 @torch.no_grad()
+def test_hooks_on_a_part_of_an_mlp_still_run(model):
+    ids, seen = torch.tensor([[5]]), []
+    with Recipe.parse("full").on(model):
+        before = model(ids, use_cache=False).logits
+        handle = model.model.layers[0].mlp.down_proj.register_forward_hook(lambda m, i, o: seen.append(o.shape) or o * 0)
+        changed = model(ids, use_cache=False).logits
+        handle.remove()
+        after = model(ids, use_cache=False).logits
+    assert len(seen) == 1 and not torch.equal(changed, before) and torch.equal(after, before)
+
+
+@torch.no_grad()
 def test_generate_in_bfloat16_writes_what_the_model_writes(model):
     ids = torch.randint(5, 100, (1, 20), generator=torch.Generator().manual_seed(1))
     with Recipe.parse("full").on(model):

@@ -19,13 +19,12 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from safetensors.torch import safe_open, save_file
-from torch import Tensor
 
 from longspan.cache.amount import parse_amount
+from longspan.cache.digest import content_digest
 from longspan.cache.profiles import model_key
 from longspan.cache.reuse.document import DocumentCache, depends_on_length, read_alone, rotary_digest
 from longspan.cache.reuse.stage import parts_of
@@ -173,7 +172,7 @@ class Library:
         try:
             file.parent.mkdir(parents=True, exist_ok=True)
             try:
-                save_file(tensors, part, metadata=meta | {"digest": digest(tensors, meta)})
+                save_file(tensors, part, metadata=meta | {"digest": content_digest(tensors, meta)})
                 os.replace(part, file)
             finally:
                 part.unlink(missing_ok=True)
@@ -189,7 +188,7 @@ class Library:
             with safe_open(file, "pt") as stored:
                 meta = stored.metadata() or {}
                 tensors = {n: stored.get_tensor(n) for n in stored.keys()}  # noqa: SIM118 (not a mapping)
-            whole = meta.pop("digest", None) == digest(tensors, meta) and meta["key"] == name and meta["format"] == FORMAT
+            whole = meta.pop("digest", None) == content_digest(tensors, meta) and meta["key"] == name and meta["format"] == FORMAT
             if whole and tensors["ids"].tolist() == list(map(int, ids)):
                 device = self.loaded.model.device
                 k, v = tensors["k"].to(device), tensors["v"].to(device)
@@ -198,15 +197,6 @@ class Library:
             whole = False
         self._counts.damaged += 1
         return None
-
-
-def digest(tensors: dict[str, Tensor], meta: dict[str, Any]) -> str:
-    """A key of everything in a file: one flipped bit gives another."""
-    found = hashlib.sha256(json.dumps(sorted(meta.items())).encode())
-    for name, t in sorted(tensors.items()):
-        found.update(f"{name} {t.dtype} {tuple(t.shape)}".encode())
-        found.update(t.contiguous().flatten().view(torch.uint8).numpy().data)
-    return found.hexdigest()
 
 
 def _bytes(memory: str | int) -> int:
