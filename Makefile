@@ -66,7 +66,7 @@ sweep: $(VENV)/.installed
 	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/cache_sweep.py --out docs/data/cache_sweep.json
 
 # The weights of indexmem and latent-memory that come with the package, for the bundled model.
-TRAINED := longspan/cache/trained/ae30156cbfce7635-index-memory-d287ab2cf9b2078c-v1.safetensors
+TRAINED := longspan/models/trained/ae30156cbfce7635-index-memory-d287ab2cf9b2078c-v1.safetensors
 weights: $(VENV)/.installed
 	$(BIN)/longspan profile "indexmem(store=latent-memory)" --contexts 32 --length 400 --again --out $(TRAINED)
 

@@ -48,7 +48,8 @@ if TYPE_CHECKING:
 
 POLICY_KEYS = ("budget", "store", "schedule")
 SLOTS = {"score": "cache", "policy": "cache", "reuse": "reuse", "selector": "selector", "token-subset": "subsets",
-         "position": "positions", "weight-transform": "weights", "draft": "decoding"}
+         "position": "positions", "weight-transform": "weights", "draft": "decoding",
+         "denoising": "denoising"}
 """Kinds that may stand as a part of a recipe, and the slot they fill."""
 
 
@@ -62,6 +63,9 @@ class Recipe:
     positions: tuple[Method, ...] = ()
     weights: tuple[Method, ...] = ()
     decoding: Method | None = None
+    """Where proposed tokens come from, and how they are checked."""
+    denoising: Method | None = None
+    """How a block-diffusion model attends while it writes."""
     reuse: Method | None = None
     """How caches of single documents, made before, are joined."""
     name: str = ""
@@ -103,7 +107,7 @@ class Recipe:
             raise Refused(f"{part.call.name} @ {part.at.name}: only a score takes a budget behind @, "
                           f"and {part.call.name} is a {kind}.")
         slot = SLOTS[kind]
-        if slot in ("cache", "selector", "decoding", "reuse") and getattr(self, slot) is not None:
+        if slot in ("cache", "selector", "decoding", "denoising", "reuse") and getattr(self, slot) is not None:
             raise Refused(f"{part.call.name}: the recipe already has {getattr(self, slot)} as its {slot}; expected one.")
         if kind == "position" and not hasattr(card_class(part.call.name), "on"):
             raise Refused(f"{part.call.name} is a position scheme of models trained here (longspan train --position "
@@ -112,7 +116,8 @@ class Recipe:
         setattr(self, slot, (*getattr(self, slot), made) if slot in ("subsets", "positions", "weights") else made)
 
     def __str__(self) -> str:
-        parts = [*self.positions, *self.weights, self.reuse, self.selector, *self.subsets, self.cache, self.decoding]
+        parts = [*self.positions, *self.weights, self.reuse, self.selector, *self.subsets, self.cache, self.decoding,
+                 self.denoising]
         return " + ".join(str(p) for p in parts if p is not None) or "full"
 
     def __add__(self, other: Recipe) -> Recipe:
@@ -133,7 +138,7 @@ class Recipe:
     def methods(self) -> list[Method]:
         """Every method in the recipe."""
         inner = self.cache.methods if self.cache else []
-        found = [*self.positions, *self.weights, self.reuse, self.selector, *self.subsets, *inner, self.decoding]
+        found = [*self.positions, *self.weights, self.reuse, self.selector, *self.subsets, *inner, self.decoding, self.denoising]
         return [m for m in found if m is not None]
 
     @contextlib.contextmanager
@@ -209,6 +214,7 @@ def _where(kind: str, name: str) -> str:
     places = {"budget": f"write it behind a score, as in snapkv @ {name}(budget=0.2).",
               "store": f"write it into a score, as in snapkv(store={name}).",
               "schedule": f"write it into a score, as in snapkv(schedule={name}).",
+              "verifier": f"write it into a draft, as in layer-skip(verify={name}).",
               "task": f"use it as --task {name}.", "oracle": f"use it as --oracle {name}."}
     return places.get(kind, f"see `longspan methods {name}`.")
 
@@ -296,24 +302,21 @@ class Run:
         return out
 
     def _reader(self) -> Any:
-        return self._read if any(r.selector is not None for r in self.recipes) else None
+        return self._read if any(r.selector is not None or r.subsets for r in self.recipes) else None
 
     def _read(self, call: LayerCall, q: Tensor, k: Tensor, v: Tensor, valid: Tensor | None) -> Tensor | None:
         """Attend prompt rows by the selector's plan; None where a window or softcap asks for dense attention."""
-        from longspan.kernels import block_sparse_attention
-        from longspan.prefill import ReadContext
+        from longspan.prefill import ReadContext, read_rows
 
-        selector = self.recipes[0].selector
-        if selector is None or call.window is not None or call.softcap is not None:
+        first = self.recipes[0]
+        if call.window is not None or call.softcap is not None:
             return None
-        x = ReadContext(q=q, k=k, v=v, scale=call.scale, layer=call.layer, n_layers=call.parts.n_layers, valid=valid)
-        plan = selector.plan(x)
-        # A plan may speak for all rows and heads at once, so its share counts, not its own number of pairs.
-        rows, keys = q.shape[2], k.shape[2]
-        causal = q.shape[0] * q.shape[1] * (rows * (keys - rows) + rows * (rows + 1) / 2)
-        self.pairs.computed += plan.density * causal
-        self.pairs.causal += causal
-        return block_sparse_attention(q, k, v, plan, scale=call.scale, valid=valid)
+        x = ReadContext(q=q, k=k, v=v, scale=call.scale, layer=call.layer, n_layers=call.parts.n_layers, valid=valid,
+                        parts=call.parts)
+        out, computed = read_rows(x, first.selector, first.subsets)  # type: ignore[arg-type]
+        self.pairs.computed += computed
+        self.pairs.causal += x.causal_pairs
+        return out
 
     def before_generate(self, arguments: dict[str, Any]) -> None:
         """Refuse what can't be carried, before anything runs."""
@@ -377,9 +380,10 @@ def refuse_arguments(arguments: dict[str, Any], *, compresses: bool) -> None:
 @contextlib.contextmanager
 def per_row(recipes: Sequence[Recipe], model: nn.Module) -> Iterator[Run]:
     """Run a batch under one recipe per row (or one for all rows)."""
-    selectors = {str(r.selector) for r in recipes}
-    if len(selectors) > 1:
-        raise Refused(f"rows of one batch must share a selector, got {', '.join(sorted(selectors))}.")
+    for what, slots in (("a selector", ("selector", "subsets")), ("a way of writing", ("decoding", "denoising"))):
+        found = {" + ".join(str(part) for slot in slots if (part := getattr(r, slot))) or "none" for r in recipes}
+        if len(found) > 1:
+            raise Refused(f"rows of one batch must share {what}, got {', '.join(sorted(found))}.")
     changes = {" + ".join(map(str, (*r.weights, *r.positions))) or "none" for r in recipes}
     if len(changes) > 1:
         raise Refused(f"rows of one batch must share weight transforms and positions, got {', '.join(sorted(changes))}.")

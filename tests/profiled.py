@@ -9,13 +9,12 @@ import torch
 from tiny_models import tiny, tiny_ids
 from torch import Tensor
 
-from longspan.cache import profiles
 from longspan.cache.index_memory import Weights
-from longspan.cache.profiles import Profile
 from longspan.cache.stores.latent_memory import LatentMemory, LatentMemoryLayer, Place
 from longspan.evaluation.calibration import Question, Reading
 from longspan.evaluation.profiling import observe
-from longspan.models import find_parts
+from longspan.models import find_parts, profiles
+from longspan.models.profiles import Profile
 from longspan.recipe import Recipe
 
 

@@ -14,9 +14,9 @@ from typing import Any
 import torch
 from tiny_models import tiny, tiny_ids
 
-from longspan.cache.profiles import model_key
 from longspan.cache.reuse import Piece, Reuse, assemble, read_alone
 from longspan.cache.reuse.stage import parts_of
+from longspan.models.profiles import model_key
 from longspan.recipe import Recipe
 from longspan.registry import Card
 

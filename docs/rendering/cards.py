@@ -21,6 +21,7 @@ KIND_TEXT: dict[str, tuple[str, str]] = {
     "token-subset": ("Token subsets", "Which tokens take part in a layer at all while a prompt is read."),
     "draft": ("Drafts", "Where proposed tokens come from when several are checked at once."),
     "verifier": ("Verifiers", "How proposed tokens are checked."),
+    "denoising": ("Denoising", "How a block-diffusion model attends to what stands before a block while it denoises it."),
     "position": ("Positions", "How a model is told where tokens stand."),
     "weight-transform": ("Weight transforms", "Changes of a model's weights before it runs."),
     "oracle": ("Oracles", "References that know the answer: bounds, not methods to run."),
@@ -48,6 +49,8 @@ RECIPES = {
     "selector": "{call}",
     "token-subset": "{call}",
     "draft": "{call}",
+    "verifier": "layer-skip(verify={call})",
+    "denoising": "{call}",
     "weight-transform": "{call}",
 }
 """A recipe that shows a method of each kind that may stand in one."""

@@ -12,7 +12,7 @@ Memory, with phi(x) = W x on queries and keys before rotation::
     write of the evicted set E:  M <- lam M + eta sum phi(k_i) v_i',   b <- lam b + eta sum phi(k_i)^2
     read of a query head:        g(q) phi(q)' M / (phi(q)^2 . b + eps),   g(q) = sigmoid(w.q + c)
 
-Weights are trained once for a model (`longspan.training.index_memory`) and found again by `longspan.cache.profiles`.
+Weights are trained once for a model (`longspan.training.index_memory`) and found again by `longspan.models.profiles`.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from longspan.cache import profiles
+from longspan.models import profiles
 from longspan.models.parts import Parts
 from longspan.registry import Refused
 

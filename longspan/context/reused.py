@@ -21,12 +21,12 @@ import torch
 from torch import Tensor
 
 from longspan.cache import Achieved, RecipeCache
-from longspan.cache.profiles import model_key
 from longspan.cache.reuse import Assembled, DocumentCache, Fused, Joined, Library, Piece, Reuse, assemble, fill, join
 from longspan.context.document import Answer, Context, check_window, frame
 from longspan.decoding import Generated, end_ids, greedy, token_nlls
 from longspan.models import Loaded, Prompt
 from longspan.models.hook import turn
+from longspan.models.profiles import model_key
 from longspan.recipe import Recipe, Run
 from longspan.registry import Refused
 

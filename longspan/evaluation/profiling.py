@@ -8,7 +8,7 @@
        size[l,qh,t] = |W_o^(l,qh) v_t| / sum over qh and t of the same
 
    Rows of text and question don't count: a token needed once by an answer is needed.
-3. *Show* scores and utilities to the method, which makes its tensors of them (`longspan.cache.profiles`).
+3. *Show* scores and utilities to the method, which makes its tensors of them (`longspan.models.profiles`).
 
 Methods whose weights are trained get the texts themselves (`longspan.evaluation.trained`).
 """
@@ -26,15 +26,15 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor, nn
 
-from longspan.cache import Budget, CachePolicy, LayerContext, fork, gatherer, profiles, top_mask
-from longspan.cache.profiles import Evidence, Profile
+from longspan.cache import Budget, CachePolicy, LayerContext, fork, gatherer, top_mask
 from longspan.context.document import check_window
 from longspan.decoding import end_ids, read
 from longspan.evaluation.calibration import Question, Reading, calibration
 from longspan.evaluation.texts import load_text
 from longspan.evaluation.trained import train_weights
-from longspan.models import LayerCall, Loaded, Prompt, attached
+from longspan.models import LayerCall, Loaded, Prompt, attached, profiles
 from longspan.models.load import context_window
+from longspan.models.profiles import Evidence, Profile
 from longspan.recipe import Recipe, Run
 from longspan.registry import Card, Refused, cards
 
@@ -169,7 +169,7 @@ def needing(recipe: Recipe) -> Any:
         Refused: none does, or it isn't part of a cache policy.
     """
     found = sorted(profiles.profiled(recipe.methods), key=lambda m: m.card.can("trains"))
-    if not found or recipe.cache is None:
+    if not found or (recipe.cache is None and not found[0].card.can("trains")):
         offered = sorted((c for c in cards() if c.can("profile")), key=lambda c: c.can("trains"))
         known = [f"{'knorm @ ' if c.kind == 'budget' else ''}{c.name}" for c in offered]
         raise Refused(f"recipe {str(recipe)!r} needs no profile; expected one with a method that does, such as "

@@ -6,13 +6,12 @@ import importlib
 from collections.abc import Callable
 from pathlib import Path
 
-from longspan.cache import profiles
-from longspan.cache.profiles import Profile
 from longspan.context.document import check_window
 from longspan.evaluation.calibration import calibration
 from longspan.evaluation.texts import load_text
-from longspan.models import Loaded
+from longspan.models import Loaded, profiles
 from longspan.models.load import context_window
+from longspan.models.profiles import Profile
 from longspan.recipe import Recipe
 from longspan.registry import Refused
 
@@ -52,8 +51,9 @@ def train_weights(loaded: Loaded, recipe: Recipe, progress: Progress | None = No
         if not profiles.missing(found, methods):
             return place, found, True
     length = min(1024, context_window(loaded.model) // 2) if length is None else length
-    texts = training_texts(loaded, contexts, length, text, seed)
     trainer = importlib.import_module(methods[0].trainer)
+    # A trainer may want texts of its own kind: key-value prompts, needles.
+    texts = getattr(trainer, "texts", training_texts)(loaded, contexts, length, text, seed)
     start = next(iter(before.values())).tensors if before else {}
     tensors = trainer.train(loaded.model, texts, methods, start, again=again, seed=seed, progress=progress)
     notes = {"model": loaded.name, "recipe": str(recipe), "contexts": contexts, "length": length, "text": text,

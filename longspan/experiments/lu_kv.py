@@ -18,14 +18,14 @@ import numpy as np
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from longspan.cache import Budget, CachePolicy, LayerContext, Score, newest, oldest, profiles, protect
-from longspan.cache.profiles import Evidence, Profile
+from longspan.cache import Budget, CachePolicy, LayerContext, Score, newest, oldest, protect
 from longspan.context import Context
 from longspan.evaluation.calibration import Reading, calibration
 from longspan.evaluation.measure import kept_tokens
 from longspan.evaluation.profiling import gather
 from longspan.experiments.base import Experiment, Outcome
-from longspan.models import Loaded, load
+from longspan.models import Loaded, load, profiles
+from longspan.models.profiles import Evidence, Profile
 from longspan.recipe import Recipe
 from longspan.registry import Card
 

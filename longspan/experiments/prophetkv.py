@@ -22,7 +22,6 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from longspan.cache.profiles import model_key
 from longspan.cache.reuse import Assembled, Joint, Piece, Reuse, assemble, join, read_alone
 from longspan.context import Library, ReusedContext
 from longspan.context.document import Context, frame
@@ -32,6 +31,7 @@ from longspan.evaluation.words import NOUNS
 from longspan.experiments.base import Experiment, Outcome
 from longspan.experiments.hidden import plain_prose
 from longspan.models import Loaded, find_parts, load
+from longspan.models.profiles import model_key
 from longspan.recipe import Recipe
 from longspan.registry import Card
 

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.nn.functional as F
-from jaxtyping import Bool, Float
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from longspan.kernels.plan import ReadPlan, forced_blocks, repeat_heads, visible_blocks
@@ -33,6 +34,8 @@ class ReadContext:
     n_layers: int = 1
     valid: Bool[Tensor, "B S"] | None = None
     q_pre_rope: Callable[[], Float[Tensor, "B Hq T D"]] | None = None
+    parts: Any = None
+    """The model's `Parts`, for methods that have settings of their own for every model."""
 
     @property
     def q_len(self) -> int:
@@ -45,6 +48,12 @@ class ReadContext:
     @property
     def heads(self) -> int:
         return self.q.shape[1]
+
+    @property
+    def causal_pairs(self) -> float:
+        """Pairs that dense attention computes, over all rows and heads."""
+        rows, keys = self.q_len, self.k_len
+        return self.q.shape[0] * self.heads * (rows * (keys - rows) + rows * (rows + 1) / 2)
 
     @property
     def valid_queries(self) -> Bool[Tensor, "B T"] | None:
@@ -73,6 +82,17 @@ class Selector(Method):
 
     def select(self, x: ReadContext) -> ReadPlan:
         """The plan of a prompt that is long enough; override this."""
+        raise NotImplementedError
+
+
+class TokenSubset(Method):
+    """Chooses, per query head, which tokens take part in a layer at all. Subclasses implement `choose`."""
+
+    def choose(self, x: ReadContext) -> Int[Tensor, "B Hq N"] | None:
+        """Slots that take part, ascending in every row and head; None where all do.
+
+        Called for whole prompts (T = S). Raises ValueError for NaN or infinite scores.
+        """
         raise NotImplementedError
 
 

@@ -13,12 +13,11 @@ from masked_oracle import forced_logits
 from profiled import provide_profiles, random_weights
 from tiny_models import tiny, tiny_ids
 
-from longspan.cache import profiles
 from longspan.cache.index_memory import Indexer, Weights, deciding_rows, index_scores, paired_scores, pooled_max
-from longspan.cache.profiles import Profile
 from longspan.cache.scores.indexmem import IMPORTANCE, KEY, IndexMem, importance
 from longspan.context import Context
-from longspan.models import Loaded, find_parts
+from longspan.models import Loaded, find_parts, profiles
+from longspan.models.profiles import Profile
 from longspan.recipe import Recipe, per_row
 from longspan.registry import Refused
 

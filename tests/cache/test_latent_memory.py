@@ -11,12 +11,11 @@ from masked_oracle import forced_logits, oracle_logits, watch_compressions
 from profiled import provide_profiles, random_weights
 from tiny_models import tiny, tiny_ids
 
-from longspan.cache import profiles
 from longspan.cache.index_memory import FastState, Memory, Weights, read, written
-from longspan.cache.profiles import Profile
 from longspan.cache.stores.latent_memory import LatentMemory
 from longspan.cache.stores.ragged import Ragged
-from longspan.models import Prompt, find_parts
+from longspan.models import Prompt, find_parts, profiles
+from longspan.models.profiles import Profile
 from longspan.recipe import Recipe
 from longspan.registry import Refused
 

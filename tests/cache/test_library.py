@@ -11,10 +11,10 @@ import torch
 from reuse_oracle import LONGROPE, texts
 from tiny_models import TOKENS, tiny, tiny_ids, tiny_tokenizer
 
-from longspan.cache.profiles import model_key
 from longspan.cache.reuse import Library, Piece, assemble, join, read_alone
 from longspan.cache.reuse.stage import parts_of
 from longspan.models import Loaded
+from longspan.models.profiles import model_key
 from longspan.recipe import Recipe
 from longspan.registry import Refused
 

@@ -12,13 +12,13 @@ from layer_contexts import random_context
 from profiled import provide_profiles
 from tiny_models import tiny, tiny_ids
 
-from longspan.cache import profiles
 from longspan.cache.budgets import lu_kv
 from longspan.cache.budgets.lu_kv import LuKV, allocate, fitted, head_counts, marginal_losses, whole
 from longspan.cache.policy import CachePolicy
-from longspan.cache.profiles import Evidence, Profile
 from longspan.cache.scores.knorm import KNorm
 from longspan.cache.scores.snapkv import SnapKV
+from longspan.models import profiles
+from longspan.models.profiles import Evidence, Profile
 from longspan.recipe import Recipe
 from longspan.registry import Refused
 

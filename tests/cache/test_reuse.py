@@ -7,12 +7,12 @@ import torch
 from reuse_oracle import CONTEXT, LENGTHS, PREFIX, Fixed, edges_of, flat, full, joined, method, model_of, oracle, texts
 from tiny_models import tiny
 
-from longspan.cache.profiles import model_key
 from longspan.cache.reuse import Joint, Piece, assemble, join, read_alone, repair
 from longspan.cache.reuse.assemble import moved
 from longspan.cache.reuse.cacheblend import deviation
 from longspan.cache.reuse.probe import importance, probe
 from longspan.cache.reuse.stage import parts_of
+from longspan.models.profiles import model_key
 from longspan.registry import cards
 
 FAMILIES = ["llama", "gemma3"]

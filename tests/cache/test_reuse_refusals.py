@@ -9,11 +9,11 @@ import torch
 from reuse_oracle import CONTEXT, LENGTHS, LONGROPE, Fixed, flat, full, joined, method, model_of, texts
 from tiny_models import tiny, tiny_ids
 
-from longspan.cache.profiles import model_key
 from longspan.cache.reuse import Piece, assemble, fill, join, read_alone, repair
 from longspan.cache.reuse.stage import parts_of
 from longspan.decoding import greedy
 from longspan.models import Prompt
+from longspan.models.profiles import model_key
 from longspan.recipe import Recipe
 from longspan.registry import Refused
 

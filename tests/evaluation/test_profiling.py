@@ -11,11 +11,12 @@ from tiny_folder import write_tiny_folder
 from tiny_models import tiny
 
 from longspan import load
-from longspan.cache import profiles, top_mask
+from longspan.cache import top_mask
 from longspan.context import Context
 from longspan.evaluation import profiling
 from longspan.evaluation.calibration import Question, Reading
 from longspan.evaluation.profiling import make_profile, observe
+from longspan.models import profiles
 from longspan.recipe import Recipe
 from longspan.registry import Refused
 

@@ -11,13 +11,12 @@ from tiny_folder import write_tiny_folder
 from tiny_models import tiny, tiny_ids
 
 from longspan import load
-from longspan.cache import profiles
 from longspan.cache.index_memory import Indexer
 from longspan.cache.scores.indexmem import IndexMem
 from longspan.cache.stores.latent_memory import LatentMemory
 from longspan.context import Context
 from longspan.evaluation.profiling import make_profile
-from longspan.models import find_parts
+from longspan.models import find_parts, profiles
 from longspan.recipe import Recipe
 from longspan.registry import Refused
 from longspan.training import index_memory as training

@@ -28,9 +28,9 @@ from jaxtyping import Bool, Float, Int
 from scipy.optimize import isotonic_regression
 from torch import Tensor
 
-from longspan.cache import profiles
 from longspan.cache.base import Budget, LayerContext, newest, oldest, top_mask
-from longspan.cache.profiles import Evidence
+from longspan.models import profiles
+from longspan.models.profiles import Evidence
 from longspan.registry import Refused, knob, method
 
 RATIOS = 99

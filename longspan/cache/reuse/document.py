@@ -14,11 +14,11 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from longspan.cache.profiles import model_key
 from longspan.cache.reuse.stage import Enough, forward, parts_of
 from longspan.models.call import LayerCall, plain_attention
 from longspan.models.load import context_window
 from longspan.models.parts import Parts
+from longspan.models.profiles import model_key
 from longspan.registry import Refused
 
 PROBED = (1, 3, 17, 257, 4099)

@@ -25,12 +25,12 @@ from safetensors.torch import safe_open, save_file
 
 from longspan.cache.amount import parse_amount
 from longspan.cache.digest import content_digest
-from longspan.cache.profiles import model_key
 from longspan.cache.reuse.document import DocumentCache, depends_on_length, read_alone, rotary_digest
 from longspan.cache.reuse.stage import parts_of
 from longspan.models.bundled import cache_folder
 from longspan.models.hook import turn
 from longspan.models.load import Loaded
+from longspan.models.profiles import model_key
 from longspan.registry import Refused
 
 FORMAT = "longspan-document-1"

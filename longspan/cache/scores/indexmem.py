@@ -19,9 +19,9 @@ import torch.nn.functional as F
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from longspan.cache import profiles
 from longspan.cache.base import LayerContext, Score, oldest, protect
 from longspan.cache.index_memory import FAMILY, TRAINER, Indexer, index_scores, pooled_max, trained_weights
+from longspan.models import profiles
 from longspan.registry import Refused, knob, method
 
 IMPORTANCE, KEY = "indexmem.importance", "indexmem.key"

@@ -15,10 +15,10 @@ import torch
 from jaxtyping import Bool
 from torch import Tensor
 
-from longspan.cache import profiles
 from longspan.cache.base import Store
 from longspan.cache.index_memory import FAMILY, TRAINER, FastState, Memory, memory_name, read, trained_weights, written
 from longspan.cache.stores.ragged import RaggedLayer
+from longspan.models import profiles
 from longspan.models.parts import Parts
 from longspan.registry import Refused, knob, method
 

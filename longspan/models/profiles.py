@@ -77,7 +77,8 @@ class Trained(Protocol):
     family: ClassVar[str]
     """Methods of one family share a file."""
     trainer: ClassVar[str]
-    """The module that trains it, imported when it is asked to: it defines ``train(model, texts, methods, found, …)``."""
+    """The module that trains it, imported when it is asked to: it defines ``train(model, texts, methods, found, …)``, and
+    ``texts(loaded, contexts, length, text, seed)`` if it wants other texts than questions with their answers."""
 
     def profile_settings(self) -> dict[str, Any]:
         """Those of its knobs that all tensors of the file depend on."""

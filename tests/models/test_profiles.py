@@ -8,10 +8,9 @@ import pytest
 import torch
 from tiny_models import tiny
 
-from longspan.cache import profiles
 from longspan.cache.budgets.lu_kv import LuKV
-from longspan.cache.profiles import Profile
-from longspan.models import bundled
+from longspan.models import bundled, profiles
+from longspan.models.profiles import Profile
 from longspan.registry import Refused
 
 
