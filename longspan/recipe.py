@@ -37,6 +37,7 @@ from longspan.cache import (
     Store,
 )
 from longspan.cache.cache import check_drops
+from longspan.decoding import Draft
 from longspan.grammar import Call, Part
 from longspan.models.call import LayerCall, Prompt, plain_attention
 from longspan.models.hook import attached
@@ -62,7 +63,7 @@ class Recipe:
     subsets: tuple[Method, ...] = ()
     positions: tuple[Method, ...] = ()
     weights: tuple[Method, ...] = ()
-    decoding: Method | None = None
+    decoding: Draft | None = None
     """Where proposed tokens come from, and how they are checked."""
     denoising: Method | None = None
     """How a block-diffusion model attends while it writes."""

@@ -26,7 +26,7 @@ from torch import Tensor
 from longspan.cache import Achieved, RecipeCache, achieved_from_json
 from longspan.cache.digest import content_digest
 from longspan.context.units import with_units
-from longspan.decoding import Generated, end_ids, greedy, read, token_nlls
+from longspan.decoding import Generated, Target, end_ids, greedy, read, token_nlls, write
 from longspan.models import Loaded, Prompt
 from longspan.models.hook import turn
 from longspan.models.load import context_window
@@ -125,15 +125,22 @@ class Context:
     def answer_ids(self, question: Sequence[int], max_new_tokens: int, *, stop: Sequence[str] = ()) -> tuple[Generated, float]:
         """Read question tokens and write greedily: what was written, and seconds to the first token."""
         check_window(self.loaded, len(self.ids) + len(question) + max_new_tokens, "document, question and answer together")
-        model = self.loaded.model
         start = time.perf_counter()
-        with self._on(), self._taken_back():
+        with self._on() as run, self._taken_back():
             logits = self._next_logits(question)
             int(logits.argmax())  # waits for the device
             ttft = time.perf_counter() - start
-            done = greedy(model, self.cache, logits, max_new_tokens, end_ids(model, self.loaded.tokenizer), stop,
-                          self.loaded.tokenizer)
+            done = self._write(run, question, logits, max_new_tokens, stop)
         return done, ttft
+
+    def _write(self, run: Run, question: Sequence[int], logits: Tensor, max_new_tokens: int, stop: Sequence[str]) -> Generated:
+        """The answer, token by token or as the recipe's draft has it."""
+        model, tokenizer = self.loaded.model, self.loaded.tokenizer
+        ends = end_ids(model, tokenizer)
+        if self.recipe.decoding is None:
+            return greedy(model, self.cache, logits, max_new_tokens, ends, stop, tokenizer)
+        target = Target(model, self.cache, [*self.ids, *question], run=run, tokenizer=tokenizer)
+        return write(target, self.recipe.decoding, logits, max_new_tokens, ends, stop)
 
     def nlls(self, question: Sequence[int], answer: Sequence[int], chunk: int | None = None) -> list[float]:
         """Negative log-likelihood (nats) of each answer token after document and question."""

@@ -23,6 +23,20 @@ class Generated:
     """From the first token (which the prompt's logits give) to the last."""
     stopped: bool = False
     """Whether an end token or a stop text ended it."""
+    passes: int = 0
+    """Calls of the model."""
+    proposed: int = 0
+    """Drafted tokens that were checked, and how many of them stood."""
+    accepted: int = 0
+
+    @property
+    def written(self) -> dict[str, int | float]:
+        """How it was written, for result rows."""
+        found: dict[str, int | float] = {"passes": self.passes}
+        if self.proposed:
+            found |= {"proposed": self.proposed, "accepted": self.accepted,
+                      "tokens_per_pass": len(self.ids) / max(1, self.passes)}
+        return found
 
 
 @torch.inference_mode()
@@ -53,6 +67,7 @@ def greedy(model: nn.Module, cache: Any, logits: Float[Tensor, "1 V"], max_new_t
             break
         if len(done.ids) < max_new_tokens:
             logits = read(model, torch.tensor([[token]], device=logits.device), cache)[:, 0]
+            done.passes += 1
     done.seconds = time.perf_counter() - start
     return done
 

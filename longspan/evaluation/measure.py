@@ -63,7 +63,7 @@ def measure(loaded: Loaded, recipe: Recipe, task: Task, example: Example, *, com
         "ttft_s": context.read_s + ttft, "decode_s": done.seconds, "new_tokens": len(done.ids),
         "tokens_per_s": timed / done.seconds if timed > 0 and done.seconds > 0 else None,
         "depth": _depth(example), "meta": json.dumps(example.meta, ensure_ascii=False),
-        "achieved": json.dumps(achieved.as_json()),
+        "achieved": json.dumps(achieved.as_json() | done.written),
     }, kept)
 
 

@@ -1,0 +1,1 @@
+"""Where proposed tokens come from."""

@@ -1,0 +1,1 @@
+"""How proposed tokens are read."""
