@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import copy
 import weakref
+from collections.abc import Callable
 from dataclasses import dataclass, field, fields
 from typing import Any
 
 import torch
-from jaxtyping import Bool, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from transformers.cache_utils import Cache, DynamicSlidingWindowLayer
 
@@ -20,13 +21,19 @@ from longspan.cache.base import Schedule, Store
 from longspan.cache.layer import PolicyLayer, SlidingLayer
 from longspan.cache.policy import AnyPolicy
 from longspan.cache.schedules.prompt import AtPrompt
+from longspan.cache.store import LayerStore
 from longspan.cache.stores.dense import Dense
-from longspan.models.call import Prompt
+from longspan.models.call import LayerCall, Prompt
 from longspan.models.drop import Dropped
 from longspan.registry import Refused
 
 POSITION_BYTES = 4
 """Every kept entry of every head remembers its position."""
+
+
+Reads = Callable[[LayerCall, Float[Tensor, "B Hq T D"], Int[Tensor, "B T"], LayerStore], Tensor | None]
+"""``reads(call, q, positions, store)``: attention (B,Hq,T,D) of the newest rows over any part of what the store holds
+(their own keys are the last T), or None to leave it to the store. Whoever only wants to look returns None."""
 
 
 @dataclass
@@ -90,6 +97,8 @@ class RecipeCache(Cache):
         self.active = True
         self.kin: weakref.WeakSet[RecipeCache] = weakref.WeakSet([self])
         """Caches of the same run, which deep copies join."""
+        self.reads: Reads | None = None
+        """Sees every attention call once its keys are held, and may answer it: `Reads`."""
         self.needs_hidden = any(p.can("hidden-states") for p in self.policies)
         self.across: dict[str, Any] = {}
         """Notes that layers share, for choices across layers."""

@@ -20,6 +20,7 @@ from longspan.cache.cache import RecipeCache, Rows
 from longspan.cache.layer import Notes, PolicyLayer
 from longspan.cache.policy import AnyPolicy, CachePolicy, OwnPolicy
 from longspan.cache.schedules.prompt import AtPrompt
+from longspan.cache.watch import QueryWindow
 from longspan.registry import Card, Refused
 
 
@@ -98,6 +99,22 @@ def fork(base: RecipeCache, policy: AnyPolicy | None) -> RecipeCache:
             _take_over(own, layer, policy)
             own.compress()
             _separate(own, layer)
+        else:
+            own.__dict__.update(copy.deepcopy(layer.__dict__))
+    return made
+
+
+def follower(base: RecipeCache) -> RecipeCache:
+    """A copy that goes on from here and evicts nothing more: a draft's cache, whose tokens must all be able to go again."""
+    made = RecipeCache([Rows(None)], base.n_layers, base.windows, base.prompt)
+    made.active, made.kin, made.computed = base.active, base.kin, base.computed
+    base.kin.add(made)
+    for layer, own in zip(base.layers, made.layers):
+        if isinstance(layer, PolicyLayer):
+            assert isinstance(own, PolicyLayer)
+            own.restore(copy.deepcopy(layer.snapshot()))
+            own.facts, own.token_bytes, own.is_initialized = layer.facts, layer.token_bytes, layer.is_initialized
+            own.watch, own.notes = QueryWindow(0), [Notes()]
         else:
             own.__dict__.update(copy.deepcopy(layer.__dict__))
     return made

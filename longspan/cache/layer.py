@@ -121,7 +121,7 @@ class PolicyLayer(CacheLayerMixin):
         """
         n = -tokens_to_remove if tokens_to_remove <= 0 else max(0, self.seen - tokens_to_remove)
         drafts, self.drafts = self.drafts, None
-        if n == 0:
+        if n == 0 or not self.seen:  # a layer that a draft leaves out has read nothing
             return
         if self.cache.computed < 1 and self.seen - n < (self.cache.prompt_length or 0):
             raise Refused(f"can't take back {n} tokens: part of the prompt was dropped while it was read; ask for at most "
@@ -280,6 +280,10 @@ class PolicyLayer(CacheLayerMixin):
             out = read(call, q, tail.keys, tail.values, tail.valid)
             if out is not None:
                 return out
+        if cache.reads is not None:
+            answer = cache.reads(call, q, positions, self.store)
+            if answer is not None:
+                return answer
         # Until more was read than the window holds, it hides nothing.
         window = call.window if call.window is not None and self.seen > call.window else None
         return self.store.attend(q, positions, scale=call.scale, window=window, softcap=call.softcap)

@@ -139,7 +139,7 @@ class Context:
         ends = end_ids(model, tokenizer)
         if self.recipe.decoding is None:
             return greedy(model, self.cache, logits, max_new_tokens, ends, stop, tokenizer)
-        target = Target(model, self.cache, [*self.ids, *question], run=run, tokenizer=tokenizer)
+        target = Target(model, self.cache, [*self.ids, *question], run=run, tokenizer=tokenizer, attach=Recipe().on)
         return write(target, self.recipe.decoding, logits, max_new_tokens, ends, stop)
 
     def nlls(self, question: Sequence[int], answer: Sequence[int], chunk: int | None = None) -> list[float]:

@@ -7,7 +7,8 @@ works for one sequence.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -37,6 +38,8 @@ class Target:
     run: Any = None
     """The recipe's run on the model, which makes further caches."""
     tokenizer: Any = None
+    attach: Callable[[nn.Module], AbstractContextManager[Any]] | None = None
+    """Runs another model, such as a draft, under the empty recipe, so that its caches can be looked into."""
 
     @property
     def device(self) -> torch.device:
@@ -64,6 +67,9 @@ class Drafter:
     def settle(self, ids: Sequence[int], accepted: int, proposed: int) -> None:
         """A round is over: the sequence is now `ids`; the first `accepted` of the `proposed` tokens stood, and one other
         followed. Take back what the draft has read of the rest."""
+
+    def close(self) -> None:
+        """Writing is over; let go of what was held."""
 
 
 class Checker:

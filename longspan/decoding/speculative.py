@@ -92,27 +92,30 @@ def write(target: Target, draft: Draft, logits: Float[Tensor, "1 V"], max_new_to
     out = _Writing(target, done, max_new_tokens, end_ids, stop)
     ids = target.ids
     out.add([pick(target.law.probabilities(ids, logits)[0], target.noise, len(ids))])
-    while not out.over:
-        began = time.perf_counter()
-        room = max_new_tokens - len(done.ids) - 1
-        asked = room > 0 and (draft.adapt == "always" or pays.propose())
-        proposal = drafter.propose(ids, room) if asked else NOTHING
-        after = checker.check(ids[-1], proposal)
-        p = target.law.probabilities(ids, after, proposal.tokens)
-        rule = draft.rule if proposal.tokens else "match"
-        verdict = verify(p, proposal.tokens, target.noise, len(ids), rule=rule, q=proposal.q)
-        checker.keep(1 + verdict.accepted, 1 + len(proposal.tokens))
-        done.passes += 1
-        done.proposed += len(proposal.tokens)
-        done.accepted += verdict.accepted
-        out.add(verdict.tokens)
-        if asked:
-            drafter.settle(ids, verdict.accepted, len(proposal.tokens))
-        seconds = time.perf_counter() - began
-        if not asked:
-            pays.step(seconds)
-        elif draft.adapt != "always":
-            pays.round(len(verdict.tokens), seconds)
+    try:
+        while not out.over:
+            began = time.perf_counter()
+            room = max_new_tokens - len(done.ids) - 1
+            asked = room > 0 and (draft.adapt == "always" or pays.propose())
+            proposal = drafter.propose(ids, room) if asked else NOTHING
+            after = checker.check(ids[-1], proposal)
+            p = target.law.probabilities(ids, after, proposal.tokens)
+            rule = draft.rule if proposal.tokens else "match"
+            verdict = verify(p, proposal.tokens, target.noise, len(ids), rule=rule, q=proposal.q)
+            checker.keep(1 + verdict.accepted, 1 + len(proposal.tokens))
+            done.passes += 1
+            done.proposed += len(proposal.tokens)
+            done.accepted += verdict.accepted
+            out.add(verdict.tokens)
+            if asked:
+                drafter.settle(ids, verdict.accepted, len(proposal.tokens))
+            seconds = time.perf_counter() - began
+            if not asked:
+                pays.step(seconds)
+            elif draft.adapt != "always":
+                pays.round(len(verdict.tokens), seconds)
+    finally:
+        drafter.close()
     done.seconds = time.perf_counter() - start
     return done
 
