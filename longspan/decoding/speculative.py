@@ -4,12 +4,13 @@ One loop serves every draft, every verifier and every rule. It keeps the one thi
 the whole sequence but its last token. With an exact verifier the text follows the target's law whatever is proposed;
 with rule ``match`` it is the text that writing token by token with the same noise gives.
 
-Proposing costs time even when nothing stands. `Pays` watches tokens per second of rounds and of plain steps and rests
-the draft, for longer each time, while it doesn't pay.
+Proposing costs time even when nothing stands. `Pays` keeps account of it and lets the draft rest while more was lost than
+a twentieth of the time that plain steps would have taken.
 """
 
 from __future__ import annotations
 
+import statistics
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -25,52 +26,43 @@ from longspan.decoding.verify import verify
 NOTHING = Proposal()
 FIRST_STEPS = 2
 """Plain steps at the start, to know what one costs."""
-TRIAL = 4
-"""Rounds looked at before it is said that they don't pay."""
-FIRST_REST = 16
-MOST_REST = 1024
-SLACK = 0.05
-"""Share of its time by which a trial may be late."""
-FORGET = 1.02
-"""Growth of the smallest step seen, for each new one: old minima fade as the cache grows."""
+RECENT = 9
+"""Plain steps whose median is taken for the cost of one."""
+SHARE = 0.05
+"""Of the time plain steps would have taken, what drafts may lose."""
+CREDIT = 1.0
+"""Steps they may lose at once, at the start."""
+SAVED = 4.0
+"""Steps gained that count against later losses; more would let a draft that once was good go on for long."""
 
 
 @dataclass
 class Pays:
-    """Whether rounds write more tokens a second than plain steps."""
+    """Whether rounds write more tokens a second than plain steps: an account of time lost, in plain steps."""
 
-    step_s: float | None = None
-    """Seconds of a plain step, the smallest of late: disturbances only ever add."""
-    rest: int = 0
-    """Plain steps still to make before the next trial."""
-    length: int = FIRST_REST
-    rounds: list[tuple[int, float]] = field(default_factory=list)
-    steps: int = 0
+    late: float = 0.0
+    """Steps lost so far; gains count up to `SAVED`."""
+    written: int = 0
+    rounds: int = 0
+    recent: list[float] = field(default_factory=list)
+    """Seconds of the latest plain steps."""
 
     def propose(self) -> bool:
-        """Whether to propose now."""
-        if self.rest:
-            self.rest -= 1
-            return False
-        return self.steps >= FIRST_STEPS
+        """Whether to propose now: while no more was lost than what may be."""
+        return len(self.recent) >= FIRST_STEPS and self.late <= CREDIT + SHARE * self.written
 
-    def step(self, seconds: float) -> None:
-        """A plain step was made. The first ones of a process also pay for what is set up once."""
-        self.steps += 1
-        self.step_s = seconds if self.step_s is None or self.steps <= FIRST_STEPS else min(self.step_s * FORGET, seconds)
+    def step(self, seconds: float, wasted: float = 0.0) -> None:
+        """A token was written without a proposal, after `wasted` seconds of looking for one."""
+        self.recent = [*self.recent[1 - RECENT:], seconds]
+        self.written += 1
+        self.late += wasted / statistics.median(self.recent)
 
     def round(self, tokens: int, seconds: float) -> None:
-        """A round wrote `tokens`."""
-        self.rounds = [*self.rounds[1 - TRIAL:], (tokens, seconds)]
-        assert self.step_s is not None
-        written, took = (sum(column) for column in zip(*self.rounds))
-        # Rounds without a proposal cost what a step costs, give or take. One round that is far too slow is enough: four
-        # of them would cost as much as many plain steps.
-        late = took - written * self.step_s
-        if (len(self.rounds) == TRIAL and late > SLACK * took) or late > 2 * self.step_s:
-            self.rest, self.length, self.rounds = self.length, min(2 * self.length, MOST_REST), []
-        elif len(self.rounds) == TRIAL:
-            self.length = FIRST_REST
+        """A round wrote `tokens`. The first one may also pay for what is set up once, so it counts for two steps at most."""
+        lost = seconds / statistics.median(self.recent) - tokens
+        self.rounds += 1
+        self.written += tokens
+        self.late = max(-SAVED, self.late + (min(lost, 2.0) if self.rounds == 1 else lost))
 
 
 def write(target: Target, draft: Draft, logits: Float[Tensor, "1 V"], max_new_tokens: int, end_ids: Sequence[int],
@@ -98,6 +90,7 @@ def write(target: Target, draft: Draft, logits: Float[Tensor, "1 V"], max_new_to
             room = max_new_tokens - len(done.ids) - 1
             asked = room > 0 and (draft.adapt == "always" or pays.propose())
             proposal = drafter.propose(ids, room) if asked else NOTHING
+            looked = time.perf_counter() - began
             after = checker.check(ids[-1], proposal)
             p = target.law.probabilities(ids, after, proposal.tokens)
             rule = draft.rule if proposal.tokens else "match"
@@ -110,10 +103,12 @@ def write(target: Target, draft: Draft, logits: Float[Tensor, "1 V"], max_new_to
             if asked:
                 drafter.settle(ids, verdict.accepted, len(proposal.tokens))
             seconds = time.perf_counter() - began
-            if not asked:
-                pays.step(seconds)
-            elif draft.adapt != "always":
+            if draft.adapt == "always":
+                continue
+            if proposal.tokens:
                 pays.round(len(verdict.tokens), seconds)
+            else:
+                pays.step(seconds - looked, looked if asked else 0.0)
     finally:
         drafter.close()
     done.seconds = time.perf_counter() - start
