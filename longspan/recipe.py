@@ -319,6 +319,15 @@ class Run:
         self.pairs.causal += x.causal_pairs
         return out
 
+    def writes(self, arguments: dict[str, Any]) -> Any:
+        """What a call of `generate` runs in place of its own loop; None leaves it its own."""
+        draft = self.recipes[0].decoding
+        if draft is None:
+            return None
+        from longspan.decoding.generation import DraftedGenerate
+
+        return DraftedGenerate(self, draft, Recipe().on, arguments)
+
     def before_generate(self, arguments: dict[str, Any]) -> None:
         """Refuse what can't be carried, before anything runs."""
         refuse_arguments(arguments, compresses=any(r.cache is not None for r in self.recipes))

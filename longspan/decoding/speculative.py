@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from jaxtyping import Float
@@ -66,7 +66,7 @@ class Pays:
 
 
 def write(target: Target, draft: Draft, logits: Float[Tensor, "1 V"], max_new_tokens: int, end_ids: Sequence[int],
-          stop: Sequence[str] = ()) -> Generated:
+          stop: Sequence[str] = (), until: Callable[[Sequence[int]], bool] | None = None) -> Generated:
     """Write after a prompt that the target's cache has read and whose next-token logits are given.
 
     The sequence in `target.ids` grows by what is written.
@@ -74,6 +74,7 @@ def write(target: Target, draft: Draft, logits: Float[Tensor, "1 V"], max_new_to
     Args:
         end_ids: tokens that end the answer (not part of it).
         stop: texts that end the answer, found in the decoded text; need a tokenizer.
+        until: asked after every token, with the whole sequence, whether the answer has ended.
 
     Raises:
         Refused: the draft or its verifier can't work with this target.
@@ -81,7 +82,7 @@ def write(target: Target, draft: Draft, logits: Float[Tensor, "1 V"], max_new_to
     done = Generated()
     start = time.perf_counter()
     drafter, checker, pays = draft.begin(target), draft.verify.begin(target, draft), Pays()
-    out = _Writing(target, done, max_new_tokens, end_ids, stop)
+    out = _Writing(target, done, max_new_tokens, end_ids, stop, until)
     ids = target.ids
     out.add([pick(target.law.probabilities(ids, logits)[0], target.noise, len(ids))])
     try:
@@ -124,6 +125,7 @@ class _Writing:
     most: int
     end_ids: Sequence[int]
     stop: Sequence[str]
+    until: Callable[[Sequence[int]], bool] | None = None
     over: bool = False
 
     def add(self, tokens: Sequence[int]) -> None:
@@ -136,6 +138,8 @@ class _Writing:
                 return
             self.done.ids.append(token)
             self.target.ids.append(token)
+            if self.until is not None and self.until(self.target.ids):
+                self.over = True
             if self.stop and any(s in self.target.tokenizer.decode(self.done.ids) for s in self.stop):
                 self.done.stopped = self.over = True
             elif len(self.done.ids) >= self.most:

@@ -173,6 +173,12 @@ class _Attached:
             handler = self.handler
             if handler is not None:
                 handler.before_generate(given)
+                writes = handler.writes(given) if hasattr(handler, "writes") else None
+                if writes is not None:
+                    if given.get("custom_generate") is not None:
+                        raise Refused("custom_generate can't be combined with a recipe that writes in its own way; leave it "
+                                      "unset.")
+                    kwargs = {**kwargs, "custom_generate": writes}
             outer = getattr(self.pending, "prompt", None)
             self.pending.prompt = _prompt_of(given)
             try:

@@ -1,0 +1,103 @@
+"""Drafts inside transformers' own `generate`: what it calls in place of its sampling loop while a recipe has a draft.
+
+`generate` has prepared everything by then: the prompt, processors of the logits (temperature, top-p, penalties), criteria
+that end the text, a streamer. Rows of a batch are written one after another, each with a cache of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from jaxtyping import Int
+from torch import Tensor, nn
+from transformers.generation.utils import GenerateDecoderOnlyOutput
+
+from longspan.decoding.base import Draft, Target
+from longspan.decoding.law import Law
+from longspan.decoding.noise import Noise
+from longspan.decoding.plain import read
+from longspan.decoding.speculative import write
+from longspan.models.call import Prompt
+from longspan.registry import Refused
+
+
+class DraftedGenerate:
+    """The loop of one call under a recipe's run: ``model.generate(custom_generate=this)``.
+
+    Args:
+        given: arguments of that call. transformers keeps some of them, the streamer too, from a loop that isn't its own.
+    """
+
+    def __init__(self, run: Any, draft: Draft, attach: Callable[[nn.Module], AbstractContextManager[Any]],
+                 given: dict[str, Any]) -> None:
+        self.run, self.draft, self.attach = run, draft, attach
+        self.streamer, self.assistant = given.get("streamer"), given.get("assistant_model")
+
+    @torch.inference_mode()
+    def __call__(self, model: Any, input_ids: Int[Tensor, "B P"], logits_processor: Any, stopping_criteria: Any,
+                 generation_config: Any, **kwargs: Any) -> Any:
+        self._check(generation_config, input_ids, kwargs)
+        mask, cache = kwargs.get("attention_mask"), kwargs.get("past_key_values", kwargs.get("cache"))
+        rows = []
+        for n, row in enumerate(input_ids):
+            real = row if mask is None or mask.dim() != 2 else row[mask[n, : len(row)].bool()]
+            rows.append(self._row(model, real.tolist(), int(generation_config.max_length) - len(row), cache, logits_processor,
+                                  stopping_criteria, generation_config))
+        if self.streamer is not None:
+            self.streamer.end()
+        pad = generation_config._pad_token_tensor
+        written = _padded(rows, 0 if pad is None else int(pad), input_ids.device)
+        sequences = torch.cat([input_ids, written], 1)
+        if generation_config.return_dict_in_generate:
+            return GenerateDecoderOnlyOutput(sequences=sequences, past_key_values=self.run.cache)  # type: ignore[arg-type]
+        return sequences
+
+    def _row(self, model: Any, ids: list[int], room: int, given: Any, processors: Any, criteria: Any, config: Any
+             ) -> list[int]:
+        """Up to `room` tokens after one row's prompt."""
+        prompt = torch.tensor([ids], device=model.device)
+        known = 0 if given is None else given.get_seq_length()
+        cache = given if known else self.run.new_cache(Prompt(prompt, len(ids)))
+        logits = read(model, prompt[:, known:], cache)[:, 0]
+
+        def process(tokens: Sequence[int], row: Tensor) -> Tensor:
+            return processors(torch.tensor([list(tokens)], device=row.device), row[None])[0]
+
+        def until(tokens: Sequence[int]) -> bool:
+            if self.streamer is not None:
+                self.streamer.put(torch.tensor(tokens[-1:]))
+            return bool(criteria(torch.tensor([list(tokens)], device=model.device), None).all())
+
+        law = Law(temperature=1.0 if config.do_sample else 0.0, process=process if len(processors) else None)
+        # The caller's random state decides, as it does for plain sampling.
+        seed = int(torch.randint(1 << 62, ())) if config.do_sample else 0
+        target = Target(model, cache, list(ids), law, Noise((seed,)), self.run, attach=self.attach)
+        return write(target, self.draft, logits, room, (), until=until).ids
+
+    def _check(self, config: Any, ids: Tensor, kwargs: dict[str, Any]) -> None:
+        """Refuse what drafts can't serve."""
+        if (config.num_beams or 1) > 1:
+            raise Refused(f"num_beams={config.num_beams} can't be combined with {self.draft}, which writes one text a row; leave "
+                          "it unset.")
+        for name in ("output_scores", "output_logits", "output_hidden_states"):
+            if getattr(config, name, None):
+                raise Refused(f"{name}=True can't be served while {self.draft} writes several tokens at a time; leave it unset.")
+        if self.assistant is not None or config.prompt_lookup_num_tokens:
+            raise Refused(f"generate was given a draft of its own beside {self.draft}; expected one of the two.")
+        if kwargs.get("inputs_embeds") is not None:
+            raise Refused(f"inputs_embeds can't be combined with {self.draft}, which looks at tokens; give input_ids.")
+        if self.streamer is not None and len(ids) > 1:
+            raise Refused(f"a streamer takes one row, and there are {len(ids)}; give one prompt at a time.")
+        cache = kwargs.get("past_key_values", kwargs.get("cache"))
+        if cache is not None and cache.get_seq_length() and len(ids) > 1:
+            raise Refused(f"{self.draft} writes rows one after another, so a cache of {len(ids)} rows that holds tokens can't be "
+                          "gone on with; give one row, or no cache.")
+
+
+def _padded(rows: list[list[int]], pad: int, device: torch.device) -> Int[Tensor, "B N"]:
+    width = max(map(len, rows))
+    filled = [[*row, *[pad] * (width - len(row))] for row in rows]
+    return torch.tensor(filled, device=device, dtype=torch.int64).view(len(rows), width)
