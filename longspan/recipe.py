@@ -135,6 +135,12 @@ class Recipe:
             raise Refused(f"recipe {str(self)!r} has no score; expected one such as snapkv(budget=0.2).")
         return self.cache
 
+    def window(self, native: int) -> int:
+        """Positions that a model made for `native` ones serves under this recipe."""
+        for position in self.positions:
+            native = position.window(native)  # type: ignore[attr-defined]
+        return native
+
     @property
     def methods(self) -> list[Method]:
         """Every method in the recipe."""

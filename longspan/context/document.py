@@ -93,7 +93,7 @@ class Context:
         recipe = Recipe.parse(recipe) if isinstance(recipe, str) else recipe
         if not len(ids):
             raise Refused("the document has no tokens; expected at least one.")
-        check_window(loaded, len(ids), "the document")
+        check_window(loaded, len(ids), "the document", recipe)
         context = cls(loaded, recipe, None, list(ids), foot)  # type: ignore[arg-type]
         tensor = torch.tensor([context.ids], device=loaded.model.device)
         start = time.perf_counter()
@@ -124,7 +124,8 @@ class Context:
 
     def answer_ids(self, question: Sequence[int], max_new_tokens: int, *, stop: Sequence[str] = ()) -> tuple[Generated, float]:
         """Read question tokens and write greedily: what was written, and seconds to the first token."""
-        check_window(self.loaded, len(self.ids) + len(question) + max_new_tokens, "document, question and answer together")
+        check_window(self.loaded, len(self.ids) + len(question) + max_new_tokens, "document, question and answer together",
+                     self.recipe)
         start = time.perf_counter()
         with self._on() as run, self._taken_back():
             logits = self._next_logits(question)
@@ -164,7 +165,7 @@ class Context:
         ids = self.loaded.tokenizer("\n\n" + turn, add_special_tokens=False)["input_ids"]
         if not turn.strip():
             raise Refused("the turn to append is empty; expected some text.")
-        check_window(self.loaded, len(self.ids) + len(ids), "document and turn together")
+        check_window(self.loaded, len(self.ids) + len(ids), "document and turn together", self.recipe)
         with self._on(), self._taken_back(only_on_error=True):
             self.logits = self._next_logits(ids)
         self.ids += ids
@@ -288,9 +289,11 @@ def frame(tokenizer: Any) -> tuple[str, str]:
     return head, foot
 
 
-def check_window(loaded: Loaded, tokens: int, what: str) -> None:
-    """Refuse more tokens than the model was made for."""
-    window = context_window(loaded.model)
+def check_window(loaded: Loaded, tokens: int, what: str, recipe: Recipe | None = None) -> None:
+    """Refuse more tokens than the model was made for, or than the recipe's positions stretch it to."""
+    native = context_window(loaded.model)
+    window = native if recipe is None else recipe.window(native)
     if tokens > window:
-        raise Refused(f"{what}: {tokens} tokens, but {loaded.name} reads at most {window}; "
-                      f"shorten by {tokens - window} tokens, or choose a model with a longer window.")
+        stretch = "" if recipe is None else f", or stretch its positions, as in yarn(factor={-(-tokens // native)})"
+        raise Refused(f"{what}: {tokens} tokens, but {loaded.name} reads at most {window}; shorten by {tokens - window} tokens, "
+                      f"or choose a model with a longer window{stretch}.")

@@ -40,7 +40,7 @@ def measure(loaded: Loaded, recipe: Recipe, task: Task, example: Example, *, com
     tokenizer = loaded.tokenizer
     parts = prompt_parts(example, tokenizer)
     wanted = answer_ids(example, tokenizer)
-    check_window(loaded, len(parts.ids) + max(example.max_new_tokens, len(wanted)), "prompt and answer")
+    check_window(loaded, len(parts.ids) + max(example.max_new_tokens, len(wanted)), "prompt and answer", recipe)
     # Compressing after the question means that the question is part of what is read before the cut.
     first, rest = (parts.context_ids, parts.question_ids) if compress == BEFORE else (parts.ids, [])
     spans = {name: token_spans(example, tokenizer, name) for name in SPANS if example.meta.get(name)}
