@@ -24,6 +24,7 @@ from longspan import Recipe, load
 from longspan.context import Context
 from longspan.decoding import Draft, Drafter, Proposal, Target
 from longspan.evaluation.texts import load_text
+from longspan.experiments.base import machine
 from longspan.registry import knob, method
 
 RECIPES = ("full", "suffix", "layer-skip", "layer-skip(skip=4, gamma=2)", "magicdec", "wrong", "wrong(delay=0.03)")
@@ -75,6 +76,17 @@ def timed(loaded: Any, recipe: str, prompt: tuple[str, str, str], new: int) -> d
             "accepted": done.accepted}
 
 
+def render(found: dict[str, Any]) -> str:
+    """A table for each text."""
+    shown = [f"{found['machine']}. {found['new']} tokens after {found['length']:,}, medians of {found['rounds']} rounds."]
+    for text in dict.fromkeys(row["text"] for row in found["rows"]):
+        lines = ["| draft | ms a token | against plain | passes | stood |", "| --- | --: | --: | --: | --: |"]
+        lines += [f"| `{r['recipe']}` | {r['ms_per_token']:.1f} | {r['ratio']:.2f}× | {r['passes']} | "
+                  f"{r['accepted']} of {r['proposed']} |" for r in found["rows"] if r["text"] == text]
+        shown.append(f"Text: {text}\n\n" + "\n".join(lines))
+    return "\n\n".join(shown)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--new", type=int, default=192)
@@ -103,7 +115,7 @@ def main() -> None:
                   f"{last['passes']} passes for {last['tokens']} tokens, {last['accepted']} of {last['proposed']} stood",
                   flush=True)
         if args.out:
-            found_all = {"new": args.new, "length": args.length, "rounds": args.rounds, "rows": rows}
+            found_all = {"machine": machine(), "new": args.new, "length": args.length, "rounds": args.rounds, "rows": rows}
             args.out.write_text(json.dumps(found_all, indent=1) + "\n", encoding="utf-8")
 
 

@@ -1,0 +1,109 @@
+"""SampleAttention: a local window and the key columns that sampled queries attend to (arXiv:2406.15486).
+
+Attention of real heads is mostly a window beside the diagonal and a few columns that many queries share. Which columns is
+found from the exact attention of a few query rows, spread evenly; their sums rank the keys before the window. As published
+the sample and its columns are those of the whole prompt and as many as hold `alpha` of the sampled attention; with `group`
+every so many rows have a sample and columns of their own, which follow the text, and with `columns` their number is fixed,
+so that the work per query doesn't grow with the prompt.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from longspan.kernels.plan import ReadPlan
+from longspan.prefill.base import ReadContext, Selector, forced, keep_top_k, readable
+from longspan.registry import Refused, knob, method
+
+
+@method("sample-attention", kind="selector", system="baselines", paper="arXiv:2406.15486",
+        summary="Read a local window and the key columns that sampled queries attend to.",
+        capabilities=("block-plan", "columns", "all-queries"))
+class SampleAttention(Selector):
+    """Columns per query head, from sampled rows; first keys and window are always read."""
+
+    columns: int | None = knob(None, "key columns to read; as many as hold alpha if left out", low=1)
+    alpha: float = knob(0.95, "share of the sampled attention that window and columns hold", low=0, high=1)
+    group: int | None = knob(None, "rows that share a sample and columns, in tokens; the whole prompt if left out", low=1)
+    rows: int = knob(64, "sampled rows of the prompt, or of each group", low=1)
+    window: int = knob(256, "newest keys of every query that are always read", low=1)
+    n_sink: int = knob(4, "first keys that are always read", low=0)
+    block: int = knob(128, "tokens per query and key block", low=1)
+
+    def check(self) -> None:
+        if self.alpha <= 0:
+            raise Refused(f"{self}: expected alpha above 0 and up to 1, such as 0.95.")
+        if self.group is not None and self.group % self.block:
+            raise Refused(f"{self}: expected a group of whole blocks of {self.block}; the nearest is "
+                          f"{max(1, round(self.group / self.block)) * self.block}.")
+
+    def select(self, x: ReadContext) -> ReadPlan:
+        group = x.q_len if self.group is None else self.group
+        found = [self._columns(x, start, min(start + group, x.q_len)) for start in range(0, x.q_len, group)]
+        n_q, per = -(-x.q_len // self.block), -(-group // self.block)
+        blocks = forced(x, self.block, sink=self.n_sink, window=self.window) & readable(x, self.block)
+        blocks = blocks.expand(x.q.shape[0], x.heads, -1, -1)
+        plan = ReadPlan.from_mask(blocks, q_len=x.q_len, k_len=x.k_len, q_block=self.block, k_block=self.block)
+        offsets, columns = listed(found, [per] * (len(found) - 1) + [n_q - per * (len(found) - 1)])
+        return ReadPlan(x.q_len, x.k_len, self.block, self.block, plan.offsets, plan.blocks, offsets, columns)
+
+    def _columns(self, x: ReadContext, start: int, stop: int) -> Bool[Tensor, "B H S"]:
+        """The columns that the query rows from `start` to `stop` read."""
+        n, seen = min(self.rows, stop - start), x.k_len - x.q_len + stop
+        at = start + torch.arange(1, n + 1, device=x.q.device) * (stop - start) // n - 1
+        weights = attention_rows(x, at, seen)
+        slots = torch.arange(seen, device=x.q.device)
+        # What a sampled row reads in its window needs no column.
+        own = x.k_len - x.q_len + at[:, None]
+        local = (slots > own - self.window) | (slots < self.n_sink)
+        sums = weights.masked_fill(local, 0.0).sum(-2)
+        if self.columns is not None:
+            chosen = keep_top_k(sums, self.columns) & (sums > 0)
+        else:
+            held = weights.masked_fill(~local, 0.0).sum((-1, -2)) / n
+            chosen = top_mass(sums / n, (self.alpha - held).clamp(min=0.0))
+        if x.valid is not None:
+            chosen = chosen & x.valid[:, None, :seen]
+        return F.pad(chosen, (0, x.k_len - seen))
+
+
+def top_mass(weights: Float[Tensor, "B H S"], mass: Float[Tensor, "B H"]) -> Bool[Tensor, "B H S"]:
+    """The fewest entries of every head, by falling weight, that hold `mass`; all where there is less."""
+    order = weights.sort(dim=-1, descending=True, stable=True).indices
+    ranked = weights.gather(-1, order)
+    kept = (ranked.cumsum(-1) - ranked < mass[..., None]) & (ranked > 0)
+    return torch.zeros_like(kept).scatter(-1, order, kept)
+
+
+def attention_rows(x: ReadContext, at: Int[Tensor, " n"], seen: int) -> Float[Tensor, "B Hq n seen"]:
+    """Exact attention weights of the query rows `at` over the first `seen` keys, float32; rows of padding are 0."""
+    B, heads, _, D = x.q.shape
+    key_heads = x.k.shape[1]
+    queries = (x.q[:, :, at].float() * x.scale).to(x.k.dtype).reshape(B, key_heads, -1, D)
+    logits = (queries @ x.k[:, :, :seen].mT).float().view(B, heads, len(at), seen)
+    closed = torch.arange(seen, device=at.device) > (x.k_len - x.q_len + at)[:, None]
+    if x.valid is None:
+        return logits.masked_fill_(closed, -torch.inf).softmax(-1)
+    own = x.valid[:, None, x.k_len - x.q_len + at, None]
+    weights = logits.masked_fill_(closed | ~x.valid[:, None, None, :seen], -torch.inf).softmax(-1)
+    return torch.nan_to_num(weights, nan=0.0).masked_fill(~own, 0.0)
+
+
+def listed(found: list[Bool[Tensor, "B H S"]], repeats: list[int]) -> tuple[Int[Tensor, "B H G+1"], Int[Tensor, " m"]]:
+    """Columns in compressed rows, those of each group once for every query block in it."""
+    if len(found) == 1:
+        repeats = [1]
+    masks = torch.stack(found, 2)
+    counts = masks.sum(-1)
+    B, H, G = counts.shape
+    items = masks.nonzero()[:, -1].int().split(counts.flatten().tolist())
+    columns = [items[(row * G) + g] for row in range(B * H) for g in range(G) for _ in range(repeats[g])]
+    sizes = counts.repeat_interleave(torch.tensor(repeats, device=counts.device), -1)
+    ends = sizes.flatten().cumsum(0).view_as(sizes)
+    return torch.cat((ends[..., :1] - sizes[..., :1], ends), -1), torch.cat(columns)
+
+
+__all__ = ["SampleAttention", "attention_rows", "listed", "top_mass"]
