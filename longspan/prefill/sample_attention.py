@@ -42,7 +42,8 @@ class SampleAttention(Selector):
 
     def select(self, x: ReadContext) -> ReadPlan:
         group = x.q_len if self.group is None else self.group
-        found = [self._columns(x, start, min(start + group, x.q_len)) for start in range(0, x.q_len, group)]
+        keys = x.k.float().mT
+        found = [self._columns(x, keys, start, min(start + group, x.q_len)) for start in range(0, x.q_len, group)]
         n_q, per = -(-x.q_len // self.block), -(-group // self.block)
         blocks = forced(x, self.block, sink=self.n_sink, window=self.window) & readable(x, self.block)
         blocks = blocks.expand(x.q.shape[0], x.heads, -1, -1)
@@ -50,21 +51,24 @@ class SampleAttention(Selector):
         offsets, columns = listed(found, [per] * (len(found) - 1) + [n_q - per * (len(found) - 1)])
         return ReadPlan(x.q_len, x.k_len, self.block, self.block, plan.offsets, plan.blocks, offsets, columns)
 
-    def _columns(self, x: ReadContext, start: int, stop: int) -> Bool[Tensor, "B H S"]:
+    def _columns(self, x: ReadContext, keys: Float[Tensor, "B Hkv D S"], start: int, stop: int) -> Bool[Tensor, "B H S"]:
         """The columns that the query rows from `start` to `stop` read."""
         n, seen = min(self.rows, stop - start), x.k_len - x.q_len + stop
         at = start + torch.arange(1, n + 1, device=x.q.device) * (stop - start) // n - 1
-        weights = attention_rows(x, at, seen)
-        slots = torch.arange(seen, device=x.q.device)
-        # What a sampled row reads in its window needs no column.
+        weights = attention_rows(x, at, seen, keys)
+        # What a sampled row reads in its window, or first of all, needs no column.
+        first = max(0, x.k_len - x.q_len + int(at[0]) - self.window + 1)
         own = x.k_len - x.q_len + at[:, None]
-        local = (slots > own - self.window) | (slots < self.n_sink)
-        sums = weights.masked_fill(local, 0.0).sum(-2)
+        near = torch.arange(first, seen, device=at.device) > own - self.window
+        weights[..., : self.n_sink] = 0.0
+        weights[..., first:].masked_fill_(near, 0.0)
+        sums = weights.sum(-2)
         if self.columns is not None:
             chosen = keep_top_k(sums, self.columns) & (sums > 0)
         else:
-            held = weights.masked_fill(~local, 0.0).sum((-1, -2)) / n
-            chosen = top_mass(sums / n, (self.alpha - held).clamp(min=0.0))
+            real = n if x.valid is None else x.valid[:, own[:, 0]].sum(-1)[:, None].clamp(min=1)
+            beyond = sums.sum(-1) / real  # the share that isn't near
+            chosen = top_mass(sums / (real if x.valid is None else real[..., None]), (self.alpha - 1 + beyond).clamp(min=0.0))
         if x.valid is not None:
             chosen = chosen & x.valid[:, None, :seen]
         return F.pad(chosen, (0, x.k_len - seen))
@@ -78,18 +82,23 @@ def top_mass(weights: Float[Tensor, "B H S"], mass: Float[Tensor, "B H"]) -> Boo
     return torch.zeros_like(kept).scatter(-1, order, kept)
 
 
-def attention_rows(x: ReadContext, at: Int[Tensor, " n"], seen: int) -> Float[Tensor, "B Hq n seen"]:
-    """Exact attention weights of the query rows `at` over the first `seen` keys, float32; rows of padding are 0."""
+def attention_rows(x: ReadContext, at: Int[Tensor, " n"], seen: int, keys: Float[Tensor, "B Hkv D S"] | None = None
+                   ) -> Float[Tensor, "B Hq n seen"]:
+    """Exact attention weights of the query rows `at` over the first `seen` keys, float32; rows of padding are 0.
+
+    `keys` are those of `x` in float32, transposed, for callers that ask more than once.
+    """
     B, heads, _, D = x.q.shape
-    key_heads = x.k.shape[1]
-    queries = (x.q[:, :, at].float() * x.scale).to(x.k.dtype).reshape(B, key_heads, -1, D)
-    logits = (queries @ x.k[:, :, :seen].mT).float().view(B, heads, len(at), seen)
-    closed = torch.arange(seen, device=at.device) > (x.k_len - x.q_len + at)[:, None]
+    keys = x.k.float().mT if keys is None else keys
+    queries = (x.q[:, :, at].float() * x.scale).reshape(B, x.k.shape[1], -1, D)
+    logits = (queries @ keys[..., :seen]).view(B, heads, len(at), seen)
+    own = x.k_len - x.q_len + at
+    first = int(own[0]) + 1  # earlier keys are open to every row
+    logits[..., first:].masked_fill_(torch.arange(first, seen, device=at.device) > own[:, None], -torch.inf)
     if x.valid is None:
-        return logits.masked_fill_(closed, -torch.inf).softmax(-1)
-    own = x.valid[:, None, x.k_len - x.q_len + at, None]
-    weights = logits.masked_fill_(closed | ~x.valid[:, None, None, :seen], -torch.inf).softmax(-1)
-    return torch.nan_to_num(weights, nan=0.0).masked_fill(~own, 0.0)
+        return logits.softmax(-1)
+    weights = logits.masked_fill_(~x.valid[:, None, None, :seen], -torch.inf).softmax(-1)
+    return torch.nan_to_num(weights, nan=0.0).masked_fill(~x.valid[:, None, own, None], 0.0)
 
 
 def listed(found: list[Bool[Tensor, "B H S"]], repeats: list[int]) -> tuple[Int[Tensor, "B H G+1"], Int[Tensor, " m"]]:
