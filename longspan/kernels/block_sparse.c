@@ -44,7 +44,7 @@ typedef int32_t ivec __attribute__((vector_size(LANES * 4)));
 #define INLINE static inline __attribute__((always_inline))
 
 typedef struct {
-    const void *q, *k, *v;
+    const void *q, *k, *v; /* v NULL: only lse is wanted */
     void *out;
     float *lse; /* (B,Hq,T) */
     const int64_t *offsets;
@@ -229,10 +229,27 @@ static long list_keys(const Job *job, const Work *w, long b, long h, long u, int
     return n;
 }
 
+INLINE void gather_keys(const Job *job, const int pairs, const Work *w, const int32_t *keys, long n_keys, long at,
+                        long k_words) {
+    for (long j = 0; j < n_keys; j++) {
+        uint32_t *k = w->k + j * k_words;
+        const long from = at + keys[j] * job->k_stride[2];
+        if (pairs) k[k_words - 1] = 0;
+        if (keys[j] == INT32_MAX) memset(k, 0, k_words * 4);
+        else if (!job->bf16) memcpy(k, (const float *)job->k + from, job->dim * 4);
+        else if (pairs) memcpy(k, (const uint16_t *)job->k + from, job->dim * 2);
+        else for (long d = 0; d < job->dim; d++) k[d] = (uint32_t)((const uint16_t *)job->k)[from + d] << 16;
+    }
+}
+
 /* Copies the rows `keys` of k and v into the tile; absent ones (INT32_MAX) become zeros. */
 INLINE void gather(const Job *job, const int pairs, const Work *w, const int32_t *keys, long n_keys, long b, long h,
                    long k_words, long dim) {
     const long at_k = b * job->k_stride[0] + h * job->k_stride[1], at_v = b * job->v_stride[0] + h * job->v_stride[1];
+    if (!job->v) {
+        gather_keys(job, pairs, w, keys, n_keys, at_k, k_words);
+        return;
+    }
     for (long j = 0; j < n_keys; j++) {
         uint32_t *k = w->k + j * k_words, *v = w->v + (pairs ? j / 2 : j) * dim;
         if (keys[j] == INT32_MAX) {
@@ -285,7 +302,7 @@ static void finish(const Job *job, const Work *w, long b, long h, long first, lo
         const int empty = (own && !own[r]) || (w->m[r] <= NOTHING && !isnan(w->l[r]));
         const float inverse = empty ? 0.0f : 1.0f / w->l[r];
         const long to = b * job->out_stride[0] + h * job->out_stride[1] + (first + r) * job->out_stride[2];
-        for (long d = 0; d < job->dim; d++) {
+        for (long d = 0; d < (job->v ? job->dim : 0); d++) {
             const float x = empty ? 0.0f : o[d * STRIP] * inverse;
             if (job->bf16) ((uint16_t *)job->out)[to + d] = narrow(x);
             else ((float *)job->out)[to + d] = x;
@@ -296,7 +313,7 @@ static void finish(const Job *job, const Work *w, long b, long h, long first, lo
 }
 
 INLINE void item(const Job *job, const int pairs, Work *w, long b, long h, long u, long first, long n_rows) {
-    const long k_words = pairs ? (job->dim + 1) / 2 : job->dim, dim = (job->dim + MR - 1) / MR * MR;
+    const long k_words = pairs ? (job->dim + 1) / 2 : job->dim, dim = job->v ? (job->dim + MR - 1) / MR * MR : 0;
     const long n_strips = (n_rows + STRIP - 1) / STRIP;
     const int32_t limit = (int32_t)(job->first_limit + first); /* the last key the first row may read */
     const float scale = (float)(job->scale * 1.4426950408889634);
