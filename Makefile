@@ -55,6 +55,10 @@ index: $(VENV)/.installed
 # Speed and memory, alone on the machine; results go to docs/data/.
 bench: $(VENV)/.installed
 	$(BIN)/python benchmarks/block_sparse.py --out docs/data/block_sparse.json
+	$(BIN)/python benchmarks/reading.py --out docs/data/reading.json
+	$(BIN)/python benchmarks/speculative.py --out docs/data/speculative.json
+	$(BIN)/python benchmarks/low_bit.py --out docs/data/low_bit.json
+	$(BIN)/python benchmarks/context_parallel.py --out docs/data/context_parallel.json
 	$(BIN)/python benchmarks/ragged_decode.py --out docs/data/ragged_decode.json
 	$(BIN)/python benchmarks/decode_memory.py --out docs/data/decode_memory.json
 	$(BIN)/python benchmarks/decode_batch.py --out docs/data/decode_batch.json
@@ -65,10 +69,19 @@ bench: $(VENV)/.installed
 sweep: $(VENV)/.installed
 	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/cache_sweep.py --out docs/data/cache_sweep.json
 
-# The weights of indexmem and latent-memory that come with the package, for the bundled model.
-TRAINED := longspan/models/trained/ae30156cbfce7635-index-memory-d287ab2cf9b2078c-v1.safetensors
+# What comes with the package for the bundled model (trained weights, thresholds, layers, patterns, heads), and the small
+# block-diffusion model.
+TRAINED := longspan/models/trained
+MADE_FOR := $(TRAINED)/ae30156cbfce7635
 weights: $(VENV)/.installed
-	$(BIN)/longspan profile "indexmem(store=latent-memory)" --contexts 32 --length 400 --again --out $(TRAINED)
+	$(BIN)/longspan profile "indexmem(store=latent-memory)" --contexts 32 --length 400 --again \
+	  --out $(MADE_FOR)-index-memory-d287ab2cf9b2078c-v1.safetensors
+	$(BIN)/longspan profile sale --contexts 3 --length 4096 --again --out $(MADE_FOR)-sale-0f82dd0cce614981-v1.safetensors
+	$(BIN)/longspan profile token-sparse-attention --contexts 1 --length 4096 --dtype float32 --again \
+	  --out $(MADE_FOR)-layer-drift-82f738fdecbb34fe-v1.safetensors
+	$(BIN)/longspan profile minference --contexts 1 --length 4096 --dtype float32 --again \
+	  --out $(MADE_FOR)-minference-patterns-b328290cadd76538-v1.safetensors
+	$(BIN)/python -m longspan.training.block_diffusion --out $(TRAINED)/block-diffusion
 
 # The results that `longspan plan` starts from.
 measure: $(VENV)/.installed

@@ -22,6 +22,7 @@ from longspan.parallel.ring import RingAttention
 from longspan.parallel.ulysses import Ulysses
 from longspan.parallel.upipe import UPipe
 from longspan.parallel.usp import USP
+from longspan.reporting import human_bytes, human_seconds
 
 LENGTHS, ROUNDS = (1024, 4096), {16: 3, 4: 3}
 NODE = (Ulysses(), Ulysses(recompute=True), UPipe(U=8), UPipe(U=16), UPipe(U=32), RingAttention(),
@@ -55,6 +56,29 @@ def main() -> None:
         made = before | {"rows": rows, "speed_of_a_core": upipe.as_figures(speed, off), "node": asdict(node),
                          "eight_devices": planned}
         args.out.write_text(json.dumps(made, indent=1) + "\n", encoding="utf-8")
+
+
+def render(found: dict[str, Any]) -> str:
+    """The largest measured case, and the node of eight devices."""
+    most = max(found["rows"], key=lambda r: (r["ranks"], r["length"]))
+    lines = [f"{found['machine']}, {found['cores']} cores. {most['ranks']} processes, {most['length']:,} tokens, 16 query heads "
+             "of 32, forward and backward.", "",
+             "| method | key heads | exchange, elements | with the output | sent forward | sent backward | exchanges | time |",
+             "| :-- | --: | --: | --: | --: | --: | --: | --: |"]
+    for r in found["rows"]:
+        if (r["ranks"], r["length"]) == (most["ranks"], most["length"]):
+            lines.append(f"| `{r['method']}` | {r['kv_heads']} | {r['forward_elements']:,} | {r['forward_with_output']:,} | "
+                         f"{human_bytes(r['forward_bytes'])} | {human_bytes(r['backward_bytes'])} | {r['forward_operations']} + "
+                         f"{r['backward_operations']} | {human_seconds(r['seconds'])} |")
+    node, planned = found["node"], found["eight_devices"]
+    kept = "offloaded" if node["offload"] else "kept"
+    lines += ["", f"{planned[0]['model']} on {node['devices']} devices of {human_bytes(node['memory'])}, activations of other "
+              f"layers {kept}: an upper bound, since MLP, logits and a ring's running sums are left out.",
+              "", f"| method | longest sequence | memory at {planned[0]['length']:,} tokens | sent forward |",
+              "| :-- | --: | --: | --: |"]
+    lines += [f"| `{r['method']}` | {r['longest']:,} | {r['memory_gib']:.1f} GiB | {human_bytes(r['forward_bytes'])} |"
+              for r in planned]
+    return "\n".join(lines)
 
 
 def show(rows: list[dict[str, Any]], planned: list[dict[str, Any]], node: Node) -> None:

@@ -23,6 +23,7 @@ import torch.nn.functional as F
 from longspan.kernels.block_sparse import block_sparse_attention
 from longspan.prefill import ReadContext
 from longspan.registry import get
+from longspan.reporting import human_seconds
 
 HEADS, KEY_HEADS, DIM = 9, 3, 64
 GROUPS = ("per_thread", "per_token")
@@ -70,6 +71,18 @@ def measure(length: int, groups: str, rounds: int) -> dict[str, Any]:
     shares = {f"selection_{name}_chosen_of_sdpa": found[f"plan_{name}_chosen_s"] / found["sdpa_s"] for name in tau}
     return {"length": length, "groups": groups, "density_nothing_chosen": plans[NOTHING].density,
             "density_much_chosen": plans[MUCH].density, **found, **shares}
+
+
+def render(found: dict[str, Any]) -> str:
+    """The costs of choosing, as shares of dense attention."""
+    lines = ["| tokens | scales | dense | codes | sink and local | estimate | of dense, nothing chosen | of dense, most chosen |",
+             "| --: | :-- | --: | --: | --: | --: | --: | --: |"]
+    for r in found["rows"]:
+        cells = [f"{r['length']:,}", r["groups"], human_seconds(r["sdpa_s"]), human_seconds(r["codes_s"]),
+                 human_seconds(r["sink_local_s"]), human_seconds(r["estimate_nothing_chosen_s"]),
+                 f"{r['selection_nothing_chosen_of_sdpa']:.1%}", f"{r['selection_much_chosen_of_sdpa']:.1%}"]
+        lines.append(f"| {' | '.join(cells)} |")
+    return f"{found['threads']} threads, torch {found['torch']}.\n\n" + "\n".join(lines)
 
 
 def main() -> None:

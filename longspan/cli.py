@@ -374,7 +374,8 @@ def train(
 
         quiet_libraries()
         both |= {"retrofit": retrofit, "model": model}
-    options = Options(**{name: value for name, value in both.items() if value is not None})
+    given_only: dict[str, Any] = {name: value for name, value in both.items() if value is not None}
+    options = Options(**given_only)
     with progress_bar("steps") as tick:
         report = run_training(options, lambda step, metrics: tick(step, steps, f"loss {metrics['loss']:.3f}"))
     if as_json:

@@ -39,6 +39,7 @@ from longspan.cache import (
 from longspan.cache.cache import check_drops
 from longspan.decoding import Draft
 from longspan.grammar import Call, Part
+from longspan.models.arguments import refuse_arguments
 from longspan.models.call import LayerCall, Prompt, plain_attention
 from longspan.models.hook import attached
 from longspan.registry import Method, Refused, card
@@ -146,6 +147,8 @@ class Recipe:
         """Every method in the recipe."""
         inner = self.cache.methods if self.cache else []
         found = [*self.positions, *self.weights, self.reuse, self.selector, *self.subsets, *inner, self.decoding, self.denoising]
+        if self.decoding is not None:
+            found.append(self.decoding.verify.beside(self.decoding))
         return [m for m in found if m is not None]
 
     @contextlib.contextmanager
@@ -336,7 +339,8 @@ class Run:
 
     def before_generate(self, arguments: dict[str, Any]) -> None:
         """Refuse what can't be carried, before anything runs."""
-        refuse_arguments(arguments, compresses=any(r.cache is not None for r in self.recipes))
+        refuse_arguments(arguments, compresses=any(r.cache is not None for r in self.recipes),
+                         subsets=any(r.subsets for r in self.recipes))
 
     def left(self) -> None:
         """Remember what was achieved, and let go of the caches: none may be used outside its recipe."""
@@ -364,35 +368,6 @@ class Run:
         return replace(self.cache.achieved(), density=self.pairs.density)
 
 
-def refuse_arguments(arguments: dict[str, Any], *, compresses: bool) -> None:
-    """Arguments of `generate` that no recipe can serve: one sentence each."""
-    config = arguments.get("generation_config")
-    read = lambda name: arguments.get(name, getattr(config, name, None))  # noqa: E731
-    implementation = read("cache_implementation")
-    if implementation not in (None, "dynamic", "hybrid"):  # transformers reads "hybrid", an old default, as unset
-        raise Refused(f"cache_implementation={implementation!r} can't be combined with a recipe; leave it unset.")
-    if read("output_attentions"):
-        raise Refused("output_attentions=True can't be served while a recipe is on; attention is computed in parts.")
-    if compresses and read("use_cache") is False:
-        raise Refused("use_cache=False leaves nothing to compress; drop it, or use the recipe full.")
-    ids = arguments.get("inputs", arguments.get("input_ids"))
-    given = ids if arguments.get("inputs_embeds") is None else arguments["inputs_embeds"]
-    if given is not None and given.shape[1] == 0:
-        raise Refused("the prompt is empty; expected at least one token.")
-    mask = arguments.get("attention_mask")
-    if mask is not None and mask.dim() == 2 and bool((mask.sum(1) == 0).any()):
-        row = int((mask.sum(1) == 0).nonzero()[0])
-        raise Refused(f"row {row} of the batch is padding only; expected at least one real token in every row.")
-    cache = arguments.get("past_key_values", arguments.get("cache"))
-    read_before = 0 if cache is None else cache.get_seq_length()
-    if read_before and read("prefill_chunk_size"):
-        raise Refused("prefill_chunk_size can't be combined with a cache that already holds tokens; leave it unset.")
-    columns = None if given is None else given.shape[1] if mask is None else mask.shape[-1]
-    if read_before and columns is not None and columns <= read_before:
-        raise Refused(f"the cache holds {read_before} tokens, but ids and attention mask tell of {columns} only; give all "
-                      "ids so far and the new ones, or the new ids with an attention mask that has a column for every token.")
-
-
 @contextlib.contextmanager
 def per_row(recipes: Sequence[Recipe], model: nn.Module) -> Iterator[Run]:
     """Run a batch under one recipe per row (or one for all rows)."""
@@ -404,6 +379,9 @@ def per_row(recipes: Sequence[Recipe], model: nn.Module) -> Iterator[Run]:
     if len(changes) > 1:
         raise Refused(f"rows of one batch must share weight transforms and positions, got {', '.join(sorted(changes))}.")
     for recipe in recipes:
+        if recipe.denoising is not None:
+            raise Refused(f"{recipe.denoising} serves models that denoise blocks, and {type(model).__name__} writes token by token; "
+                          "use it with `longspan ask` or `compare --model block-diffusion`.")
         if recipe.reuse is not None:
             raise Refused(f"{recipe.reuse} joins documents for a question, which a batch doesn't tell; use "
                           "longspan.context.open_context(loaded, text, recipe).")

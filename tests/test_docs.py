@@ -134,6 +134,21 @@ BATCHES = {"length": 900, "budget": 0.2, "dtype": "bfloat16", "weights_mb": 270.
            "batches": [{"rows": 3, "stores": [STORE, {**STORE, "store": "floor", "ms_per_step": 12.5}]}]}
 COSTS = {"machine": "a desk", "rows": [{"score": "knorm", "watches": "keys", "tokens": 900, "added_s": 0.5, "dense_s": 10.0,
                                         "share": 0.05}]}
+READ = {"part": "speed", "recipe": "xattention", "length": 512, "density": 0.25, "error": 0.125, "same_token": 0.75, "kl": 0.5,
+        "select_s": 0.5, "attend_s": 1.0, "ttft_s": 3.5, "floor_s": 2.0, "over_floor": 1.75, "speedup": 2.5}
+READING = {"machine": "a desk", "rows": [READ, {"part": "quality", "recipe": "xattention", "length": 512, "answer_nats": 0.25,
+                                               "needles": 0.5, "examples": 4}]}
+BLIND = {"block": 128, "tokens": 900, "model": "made-up", "heads": [
+    {"dim": 64, "base": 1e5, "cut_off": 18, "dh": 32, "dl": 48, "rows": [
+        {"channel": 0, "theta": 1.0, "closed_form": 0.015, "measured": 0.015, "keys": 0.05},
+        {"channel": 32, "theta": 0.003, "closed_form": 0.99, "measured": 0.99, "keys": 0.7}]}]}
+LOW_BIT = {"threads": 2, "torch": "9.9", "rows": [
+    {"length": 512, "groups": "per_thread", "sdpa_s": 2.0, "codes_s": 0.01, "sink_local_s": 0.02,
+     "estimate_nothing_chosen_s": 0.1, "plan_nothing_chosen_s": 0.125, "plan_much_chosen_s": 0.1,
+     "selection_nothing_chosen_of_sdpa": 0.0625, "selection_much_chosen_of_sdpa": 0.05}]}
+DRAFTS = {"machine": "a desk", "new": 9, "length": 512, "rounds": 3,
+          "rows": [{"text": "repeats", "recipe": "suffix", "ms_per_token": 12.5, "ratio": 2.25, "passes": 4, "accepted": 5,
+                    "proposed": 7}]}
 SWEPT = {"task": "ruler-niah-multikey-1", "length": 512, "n": 4,
          "accuracy": 0.5, "ci95": [0.2, 0.8], "answer_nll": 1.25, "cache_bytes": 2**22,
          "full_cache_bytes": 2**24}
@@ -163,11 +178,12 @@ def rendered(tmp_path_factory):
         (root / "docs" / folder).mkdir()
     for name in ("block_sparse", "ragged_decode"):
         (root / "docs/data" / f"{name}.json").write_text(json.dumps(BENCH))
-    for name, made_up in (("demo", DEMO), ("decode_batch", BATCHES), ("score_cost", COSTS), ("cache_sweep", SWEEP)):
+    for name, made_up in (("demo", DEMO), ("decode_batch", BATCHES), ("score_cost", COSTS), ("cache_sweep", SWEEP),
+                          ("reading", READING), ("speculative", DRAFTS), ("low_bit", LOW_BIT), ("pooling_blind_spot", BLIND)):
         (root / f"docs/data/{name}.json").write_text(json.dumps(made_up))
     (root / "docs/reproduction/made-up.json").write_text(json.dumps(OUTCOME))
     made, missing = render.outputs(root)
-    assert [m for m in missing if "kvpress" not in m] == []
+    assert [m for m in missing if "kvpress" not in m and "context_parallel" not in m] == []
     render.write(made, root)
     return root
 
@@ -182,6 +198,15 @@ def test_results_reach_readme_and_site_with_links_that_fit(rendered):
     assert "](reproduction/made-up.json)" in (rendered / "docs/reproduction.md").read_text()
     for name in ("pareto", "nll"):
         assert "keydiff" in (rendered / f"docs/images/{name}.svg").read_text()
+
+
+def test_readings_stand_beside_their_floor(rendered):
+    page = (rendered / "docs/benchmarks.md").read_text()
+    assert ("| `xattention` | 0.250 | 0.125 | 0.75 | 0.500 | 0.5 s | 1.0 s | 3.5 s | 2.0 s | 1.75 | 2.50× | 0.250 | 2 of 4 |"
+            in page)
+    assert "| `suffix` | 12.5 | 2.25× | 4 | 5 of 7 |" in page
+    assert "| 512 | per_thread | 2.00 s | 10 ms | 20 ms | 100 ms | 6.2% | 5.0% |" in page
+    assert "closed form" in (rendered / "docs/images/blind-spot.svg").read_text()
 
 
 def test_benchmarks_are_shown_in_their_units():

@@ -19,6 +19,10 @@ from rendering.text import cell, table
 
 BENCHMARKS = {
     "block_sparse": "block_sparse.py",
+    "reading": "reading.py",
+    "speculative": "speculative.py",
+    "low_bit": "low_bit.py",
+    "context_parallel": "context_parallel.py",
     "ragged_decode": "ragged_decode.py",
     "decode_batch": "decode_batch.py",
     "score_cost": "score_cost.py",
@@ -28,6 +32,7 @@ BENCHMARKS = {
 HOW = {
     "demo": "run `make demo`, then `python docs/render.py --take demo`",
     "cache_sweep": "run `make sweep`",
+    "pooling_blind_spot": "run `python benchmarks/pooling_blind_spot.py --out docs/data/pooling_blind_spot.json`",
     "reproduction": "run `longspan reproduce --out docs/reproduction`",
 }
 TITLES = {

@@ -127,7 +127,7 @@ def _take_over(own: PolicyLayer, layer: PolicyLayer, policy: AnyPolicy | None) -
     own.facts, own.token_bytes, own.is_initialized = layer.facts, layer.token_bytes, layer.is_initialized
     key = "" if policy is None else note_key(policy)
     own.notes = [Notes(_under(key, layer.notes[0].per_key), _under(key, layer.notes[0].stats))]
-    if type(wanted) is not type(own.store):
+    if type(wanted) is not type(own.store) and own.store.untouched:
         wanted.tail = own.store.tail
         wanted.bind(own.layer, own.facts[2])
         own.store = wanted

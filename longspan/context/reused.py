@@ -6,7 +6,8 @@
 
 Each document is read alone and kept in a `Library`; for a question the caches of the documents named are joined, some of
 their tokens are recomputed (the recipe's part of kind ``reuse`` says which), and the answer is written on the result.
-`open_context` makes one of any text when the recipe has such a part, and an ordinary `Context` when it hasn't.
+`open_context` makes one of any text when the recipe has such a part, and an ordinary `Context` when it hasn't; for a model
+that denoises blocks it makes a `DiffusionContext`.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from torch import Tensor
 
 from longspan.cache import Achieved, RecipeCache
 from longspan.cache.reuse import Assembled, DocumentCache, Fused, Joined, Library, Piece, Reuse, assemble, fill, join
+from longspan.context.diffusion import DiffusionContext, check_recipe
 from longspan.context.document import Answer, Context, check_window, frame
 from longspan.decoding import Generated, end_ids, greedy, token_nlls
 from longspan.models import Loaded, Prompt
@@ -261,10 +263,12 @@ class ReusedContext:
 
 
 def open_context(loaded: Loaded, document: str | Sequence[int], recipe: Recipe | str, *,
-                 spans: Spans | None = None) -> Context | ReusedContext:
-    """A text, or tokens that are already framed, read as the recipe says."""
+                 spans: Spans | None = None) -> Context | ReusedContext | DiffusionContext:
+    """A text, or tokens that are already framed, read as the recipe and the model have it."""
     recipe = Recipe.parse(recipe) if isinstance(recipe, str) else recipe
-    kind: Any = Context if recipe.reuse is None else ReusedContext
+    check_recipe(loaded, recipe)
+    denoises = getattr(loaded.model, "denoises_blocks", False)
+    kind: Any = DiffusionContext if denoises else Context if recipe.reuse is None else ReusedContext
     if isinstance(document, str):
         return kind.read(loaded, document, recipe)
     return kind.from_ids(loaded, document, recipe, spans=spans)

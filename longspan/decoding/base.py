@@ -68,12 +68,18 @@ class Drafter:
         """A round is over: the sequence is now `ids`; the first `accepted` of the `proposed` tokens stood, and one other
         followed. Take back what the draft has read of the rest."""
 
+    def watch(self, layers: Sequence[int]) -> None:
+        """Put the queries of these layers into the notes of every proposal. Drafts that are no models have none."""
+
     def close(self) -> None:
         """Writing is over; let go of what was held."""
 
 
 class Checker:
     """Reads proposals of one sequence with the target. This one reads against the whole cache: exact."""
+
+    draft_layers: Sequence[int] = ()
+    """Layers of the draft whose queries it wants to see."""
 
     def __init__(self, target: Target) -> None:
         self.target = target
@@ -92,6 +98,10 @@ class Checker:
 @dataclass(frozen=True)
 class Verifier(Method):
     """How proposed tokens are read."""
+
+    def beside(self, draft: Draft) -> Verifier:
+        """The verifier as it is found for this draft: settings of its own may depend on it."""
+        return self
 
     def begin(self, target: Target, draft: Draft) -> Checker:
         """Start on a sequence whose prompt was read.

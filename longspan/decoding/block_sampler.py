@@ -97,7 +97,7 @@ def _gumbel(noise: Noise, places: Sequence[int], logits: Float[Tensor, "B T V"])
     return torch.stack([noise.gumbel(place, logits.shape[-1], logits.device) for place in places])
 
 
-@torch.inference_mode()
+@torch.no_grad()
 def denoise(model: BlockDiffusion, prefix: Prefix, ids: Int[Tensor, "B T"], method: Denoising,
             sampling: Sampling = ONE_A_STEP, *, reads: Reads | None = None, record: Trajectory | None = None,
             after_step: Callable[[], None] = lambda: None, finish: bool = True) -> tuple[Int[Tensor, "B T"], Prefix]:
@@ -161,7 +161,7 @@ class _Saved:
                 layer[rows[done]] = t
 
 
-@torch.inference_mode()
+@torch.no_grad()
 def replay(model: BlockDiffusion, method: Denoising, trajectory: Trajectory, *,
            reads: Reads | None = None) -> list[Float[Tensor, "B T V"]]:
     """Logits of every step when a method reads the prefix, on the token states of a recorded block."""
@@ -176,7 +176,7 @@ def replay(model: BlockDiffusion, method: Denoising, trajectory: Trajectory, *,
     return found
 
 
-@torch.inference_mode()
+@torch.no_grad()
 def forced_nlls(model: BlockDiffusion, prefix: Prefix, known: Sequence[int], answer: Sequence[int], method: Denoising, *,
                 reads: Reads | None = None) -> list[float]:
     """Negative log-likelihood (nats) of each token of a given continuation of one sequence.

@@ -80,8 +80,9 @@ class Prefix:
 
     def extended(self, k: Sequence[Float[Tensor, "B Hkv T D"]], v: Sequence[Float[Tensor, "B Hkv T D"]]) -> Prefix:
         """With the keys and values of more tokens behind it."""
-        grown = ([torch.cat(pair, 2) for pair in zip(old, new, strict=True)] for old, new in ((self.k, k), (self.v, v)))
-        return Prefix(*grown, pad=self.pad, notes=dict(self.notes))
+        both = ((self.k, k), (self.v, v))
+        grown_k, grown_v = ([torch.cat(pair, 2) for pair in zip(old, new, strict=True)] for old, new in both)
+        return Prefix(grown_k, grown_v, self.pad, dict(self.notes))
 
     def keep(self, rows: Int[Tensor, " R"]) -> Prefix:
         """These rows only."""
@@ -286,7 +287,7 @@ def known_attention(prefix: Prefix, block: int) -> Attention:
     return attention
 
 
-@torch.inference_mode()
+@torch.no_grad()
 def read_blocks(model: BlockDiffusion, prefix: Prefix, ids: Int[Tensor, "B T"]) -> Prefix:
     """The prefix after known tokens, whole blocks of them, read in one dense pass.
 

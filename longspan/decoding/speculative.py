@@ -82,6 +82,9 @@ def write(target: Target, draft: Draft, logits: Float[Tensor, "1 V"], max_new_to
     done = Generated()
     start = time.perf_counter()
     drafter, checker, pays = draft.begin(target), draft.verify.begin(target, draft), Pays()
+    # Where the text depends on what was proposed when, it must not depend on the clock.
+    always = draft.adapt == "always" or not draft.verify.card.can("lossless")
+    drafter.watch(checker.draft_layers)
     out = _Writing(target, done, max_new_tokens, end_ids, stop, until)
     ids = target.ids
     out.add([pick(target.law.probabilities(ids, logits)[0], target.noise, len(ids))])
@@ -89,7 +92,7 @@ def write(target: Target, draft: Draft, logits: Float[Tensor, "1 V"], max_new_to
         while not out.over:
             began = time.perf_counter()
             room = max_new_tokens - len(done.ids) - 1
-            asked = room > 0 and (draft.adapt == "always" or pays.propose())
+            asked = room > 0 and (always or pays.propose())
             proposal = drafter.propose(ids, room) if asked else NOTHING
             looked = time.perf_counter() - began
             after = checker.check(ids[-1], proposal)
@@ -104,7 +107,7 @@ def write(target: Target, draft: Draft, logits: Float[Tensor, "1 V"], max_new_to
             if asked:
                 drafter.settle(ids, verdict.accepted, len(proposal.tokens))
             seconds = time.perf_counter() - began
-            if draft.adapt == "always":
+            if always:
                 continue
             if proposal.tokens:
                 pays.round(len(verdict.tokens), seconds)

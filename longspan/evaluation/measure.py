@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from jaxtyping import Bool
 
-from longspan.context import Context, ReusedContext, open_context
+from longspan.context import Context, DiffusionContext, ReusedContext, open_context
 from longspan.context.document import check_window
 from longspan.evaluation.base import Example, Task, answer_ids, prompt_parts, token_spans
 from longspan.models import Loaded
@@ -67,7 +67,7 @@ def measure(loaded: Loaded, recipe: Recipe, task: Task, example: Example, *, com
     }, kept)
 
 
-def kept_tokens(context: Context | ReusedContext) -> Bool[np.ndarray, "L H N"]:
+def kept_tokens(context: Context | ReusedContext | DiffusionContext) -> Bool[np.ndarray, "L H N"]:
     """Which of the context's tokens each layer and KV head still holds."""
     layers = context.cache.kept_positions()
     mask = np.zeros((len(layers), len(layers[0]), len(context.ids)), dtype=bool)

@@ -2,7 +2,7 @@
 
 `attend` and `merge` are the attention core: exact attention over a part of the keys, and the exact sum of such parts.
 `attend_ragged` and `decode_attend` read caches whose heads keep different numbers of keys. `ReadPlan` says which
-query-key pairs are computed, and `block_sparse_attention` computes those.
+query-key pairs are computed, and `block_sparse_attention` computes those; `attend_rows` computes some of the queries.
 """
 
 from __future__ import annotations
@@ -15,12 +15,14 @@ from longspan.kernels.attend import attend, attend_reference, causal_mask, merge
 if TYPE_CHECKING:
     from longspan.kernels.block_sparse import block_sparse_attention
     from longspan.kernels.plan import ReadPlan
+    from longspan.kernels.query_rows import attend_rows
     from longspan.kernels.ragged import attend_ragged, decode_attend
 
 # Loaded on first use: the command line's help must not pay for kernels it doesn't run.
 _LAZY = {
     "ReadPlan": "plan",
     "attend_ragged": "ragged",
+    "attend_rows": "query_rows",
     "block_sparse_attention": "block_sparse",
     "decode_attend": "ragged",
 }
@@ -30,6 +32,7 @@ __all__ = [
     "attend",
     "attend_ragged",
     "attend_reference",
+    "attend_rows",
     "block_sparse_attention",
     "causal_mask",
     "decode_attend",

@@ -25,7 +25,7 @@ from longspan.layers.positions import inverse_frequencies, rotate, slopes
 from longspan.layers.state import MixerState
 
 if TYPE_CHECKING:
-    from longspan.layers.attention import Softmax
+    from longspan.layers.attention import L2A, Softmax
     from longspan.layers.memory import LinearAttention, linear_chunked, linear_loop, linear_quadratic
     from longspan.layers.positions import Alibi, NoPositions, Rope
     from longspan.layers.sidepaths import ShortConv
@@ -35,6 +35,7 @@ __getattr__ = exports(
     __name__,
     {
         "Alibi": "positions.alibi",
+        "L2A": "attention.l2a",
         "LinearAttention": "memory.linear",
         "NoPositions": "positions.none",
         "Plain": "stacks.plain",
@@ -53,6 +54,7 @@ __all__ = [
     "Context",
     "Cursor",
     "KVState",
+    "L2A",
     "LinearAttention",
     "Mixer",
     "MixerModule",

@@ -70,7 +70,7 @@ class Context:
     """Where the rows stand after this call."""
 
     def report(self, name: str, value: Tensor) -> None:
-        """Offer a scalar to the objective under `name`, one for each layer that reports it."""
+        """Offer a tensor to the objective under `name`, one for each layer that reports it: a scalar, or (B,T) for each token."""
         self.auxiliary.setdefault(name, []).append(value)
 
     @classmethod

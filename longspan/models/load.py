@@ -24,10 +24,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from longspan.models.block_diffusion import BlockDiffusion, ByteTokenizer, is_block_diffusion
 from longspan.models.bundled import BUNDLED_NAME, BUNDLED_NAMES, bundled_gguf, converted
+from longspan.models.retrofitted import read_retrofit
 from longspan.registry import Refused, nearest
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32, "float64": torch.float64}
+TRAINED = Path(__file__).parent / "trained"
+"""What was trained here and comes with the package; a folder of it that is a model can be loaded by its name."""
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 _PICKLED = ("pytorch_model*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl", "*.h5", "*.msgpack")
 _FROM_HUB = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]
@@ -38,7 +42,7 @@ class Loaded:
     """A model with its tokenizer; unpacks as ``model, tokenizer = load()``.
 
     Attributes:
-        model: a causal LM of transformers, in eval mode.
+        model: a causal LM of transformers, or a `BlockDiffusion`, in eval mode.
         tokenizer: pads on the left and has a padding token.
         name: what the user called it, short.
         fingerprint: see `fingerprint`.
@@ -61,9 +65,11 @@ def load(source: str | Path | None = None, *, dtype: torch.dtype | str | None = 
     """Load a causal LM and its tokenizer.
 
     Args:
-        source: None or a name in `BUNDLED_NAMES` (the bundled model), a model folder, a ``.gguf`` file, or a hub id
-            ``owner/name``. An existing path wins over a hub id; ``HF_HUB_OFFLINE`` is respected.
-        dtype: a floating dtype or its name; ``"auto"`` as stored; by default what `default_dtype` says.
+        source: None or a name in `BUNDLED_NAMES` (the bundled model), ``"block-diffusion"`` (a small model trained here),
+            a model folder, a ``.gguf`` file, or a hub id ``owner/name``. An existing path wins over a hub id;
+            ``HF_HUB_OFFLINE`` is respected.
+        dtype: a floating dtype or its name; ``"auto"`` as stored; by default what `default_dtype` says (float32 for a
+            model that denoises blocks).
         device: where the model goes; by default the accelerator PyTorch finds, else the CPU.
         device_map: handed to accelerate (``"auto"`` or a dict); excludes `device`.
         trust_remote_code: run Python code that comes with the model.
@@ -77,9 +83,12 @@ def load(source: str | Path | None = None, *, dtype: torch.dtype | str | None = 
     wanted_dtype = _as_dtype(dtype)
     folder, name = _resolve(source, trust_remote_code, None if cache_dir is None else Path(cache_dir))
     place = default_device() if device is None else torch.device(device)
+    if is_block_diffusion(folder):
+        return _read_block_diffusion(folder, name, wanted_dtype, place, device_map)
     if wanted_dtype is None:
         wanted_dtype = default_dtype(place)[0]
-    model = _read_model(folder, name, wanted_dtype, place, device_map, trust_remote_code)
+    model = (read_retrofit(folder, wanted_dtype, place, device_map)
+             or _read_model(folder, name, wanted_dtype, place, device_map, trust_remote_code))
     tokenizer = _read_tokenizer(folder, name, trust_remote_code)
     return Loaded(model, tokenizer, name, fingerprint(folder), folder)
 
@@ -135,6 +144,8 @@ def _resolve(source: str | Path | None, trust_remote_code: bool, cache: Path | N
     """The local folder of safetensors that `source` names, and its short name."""
     if source is None or str(source).lower() in BUNDLED_NAMES:
         return converted(bundled_gguf(), cache), BUNDLED_NAME
+    if str(source) in trained_here():
+        return TRAINED / str(source), str(source)
     path = Path(source).expanduser()
     if path.is_dir():
         return _checked(_gguf_inside(path, cache), str(source)), path.resolve().name
@@ -144,6 +155,11 @@ def _resolve(source: str | Path | None, trust_remote_code: bool, cache: Path | N
     if isinstance(source, str) and _HUB_ID.fullmatch(text) and not _sibling(path):
         return _checked(_from_hub(text, trust_remote_code, cache), text), text
     raise Refused(f"model {text!r}: no such folder or file; {_suggestion(path)}")
+
+
+def trained_here() -> list[str]:
+    """Names of the models that were trained here and come with the package."""
+    return sorted(file.parent.name for file in TRAINED.glob("*/config.json"))
 
 
 def _from_file(path: Path, cache: Path | None) -> Path:
@@ -214,7 +230,7 @@ def _sibling(path: Path) -> str | None:
 def _suggestion(path: Path) -> str:
     if beside := _sibling(path):
         return f"did you mean {beside!r}?"
-    if close := difflib.get_close_matches(str(path).lower(), BUNDLED_NAMES, n=1, cutoff=0.5):
+    if close := difflib.get_close_matches(str(path).lower(), [*BUNDLED_NAMES, *trained_here()], n=1, cutoff=0.5):
         return f"did you mean {close[0]!r}?"
     return f"expected a model folder, a .gguf file, a hub id owner/name, or {BUNDLED_NAME!r}."
 
@@ -262,6 +278,13 @@ def _read_tokenizer(folder: Path, name: str, trust: bool) -> Any:
     if tokenizer.pad_token is None:  # any id does: padding is known from the mask, never from ids
         tokenizer.pad_token = tokenizer.eos_token
     return tokenizer
+
+
+def _read_block_diffusion(folder: Path, name: str, dtype: Any, device: torch.device, device_map: Any) -> Loaded:
+    """A model that denoises blocks, in float32 unless asked otherwise: it is too small for a narrower dtype to pay."""
+    if device_map is not None:
+        raise Refused(f"device_map={device_map!r}: {name} stands on one device; give device={str(device)!r} instead.")
+    return Loaded(BlockDiffusion.load(folder, dtype, device), ByteTokenizer(), name, fingerprint(folder), folder)
 
 
 @contextlib.contextmanager

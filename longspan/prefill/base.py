@@ -18,6 +18,9 @@ from torch import Tensor
 from longspan.kernels.plan import ReadPlan, forced_blocks, repeat_heads, visible_blocks
 from longspan.registry import Method
 
+WIDENED = 1 << 19
+"""Elements that are widened to float32 at once, so that they fit a core's cache."""
+
 
 @dataclasses.dataclass(frozen=True)
 class ReadContext:
@@ -106,7 +109,10 @@ def check_context(x: ReadContext) -> None:
     if x.valid is not None and (x.valid.shape != (k.shape[0], k.shape[2]) or x.valid.dtype != torch.bool):
         raise ValueError(f"valid: expected Bool {(k.shape[0], k.shape[2])}, got {x.valid.dtype} {tuple(x.valid.shape)}")
     for name, values in (("q", q), ("k", k)):
-        if not bool(torch.isfinite(values.sum(dtype=torch.float32))):
+        # Sums run in float32 whatever the dtype; asking for a float32 result would make a float32 copy first. The sum of
+        # float16 numbers may be too large for float16.
+        total = values.sum(dtype=torch.float32 if values.dtype == torch.float16 else None)
+        if not bool(torch.isfinite(total)):
             raise ValueError(f"{name} holds NaN or infinite numbers")
 
 
@@ -149,12 +155,27 @@ def in_blocks(x: Tensor, block: int) -> Tensor:
 def pooled(x: Float[Tensor, "B H L D"], block: int, valid: Bool[Tensor, "B L"] | None = None
            ) -> Float[Tensor, "B H N D"]:
     """Block means in float32 over the rows that are no padding; blocks of padding alone become 0."""
-    L = x.shape[2]
-    if valid is not None:
-        x = x.masked_fill(~valid[:, None, :, None], 0.0)
-    sums = F.pad(x, (0, 0, 0, -L % block)).unflatten(2, (-1, block)).sum(3, dtype=torch.float32)
-    real = torch.ones(1, L, dtype=torch.bool, device=x.device) if valid is None else valid
-    return sums / in_blocks(real, block).sum(-1).clamp(min=1)[:, None, :, None]
+    real = torch.ones(1, x.shape[2], dtype=torch.bool, device=x.device) if valid is None else valid
+    return block_sums(x, block, valid) / in_blocks(real, block).sum(-1).clamp(min=1)[:, None, :, None]
+
+
+def block_sums(x: Float[Tensor, "B H L D"], block: int, valid: Bool[Tensor, "B L"] | None = None
+               ) -> Float[Tensor, "B H N D"]:
+    """Sums over blocks of rows in float32, without the rows that are padding.
+
+    On a CPU a few blocks at a time: a sum whose dtype isn't the input's widens its input first, here within the caches.
+    """
+    B, H, L, D = x.shape
+    step = max(1, WIDENED // (B * H * block * D)) * block if x.device.type == "cpu" else L
+    sums = []
+    for start in range(0, L, step):
+        rows = x[:, :, start : start + step]
+        if valid is not None:
+            rows = rows.masked_fill(~valid[:, None, start : start + step, None], 0.0)
+        if rows.shape[2] % block:
+            rows = F.pad(rows, (0, 0, 0, -rows.shape[2] % block))
+        sums.append(rows.unflatten(2, (-1, block)).sum(3, dtype=torch.float32))
+    return torch.cat(sums, 2)
 
 
 def pooled_map(x: ReadContext, block: int) -> Float[Tensor, "B Hq NQ NK"]:
@@ -175,22 +196,29 @@ def keep_top_p(weights: Float[Tensor, "... N"], p: float, first: Bool[Tensor, ".
 
     p = 1 keeps everything; a row that sums to 0 keeps only `first`.
     """
-    ahead = torch.zeros_like(weights, dtype=torch.bool) if first is None else first.expand_as(weights)
     if p >= 1:
-        return torch.ones_like(ahead)
-    order = weights.masked_fill(ahead, torch.inf).sort(dim=-1, descending=True, stable=True).indices
-    ranked = weights.gather(-1, order)
-    before = ranked.cumsum(-1) - ranked
-    kept = before < p * weights.sum(-1, keepdim=True)
-    return torch.zeros_like(ahead).scatter(-1, order, kept) | ahead
+        return torch.ones_like(weights, dtype=torch.bool)
+    lifted = weights if first is None else weights.masked_fill(first, torch.inf)
+    ranked, order = lifted.sort(dim=-1, descending=True, stable=True)
+    if first is not None:
+        ranked = weights.gather(-1, order)
+    kept = ranked.cumsum(-1) - ranked < p * weights.sum(-1, keepdim=True)
+    kept = torch.empty_like(kept).scatter_(-1, order, kept)
+    return kept if first is None else kept | first
 
 
 def keep_top_k(weights: Float[Tensor, "... N"], k: int | Tensor) -> Bool[Tensor, "... N"]:
     """The `k` largest of each row: one number, or a tensor (...) with one per row."""
-    order = weights.sort(dim=-1, descending=True, stable=True).indices
-    rank = torch.arange(weights.shape[-1], device=weights.device)
-    count = k[..., None] if isinstance(k, Tensor) else k
-    return torch.zeros_like(weights, dtype=torch.bool).scatter(-1, order, (rank < count).expand_as(order))
+    if isinstance(k, Tensor):
+        order = weights.sort(dim=-1, descending=True, stable=True).indices
+        rank = torch.arange(weights.shape[-1], device=weights.device)
+        return torch.zeros_like(weights, dtype=torch.bool).scatter(-1, order, (rank < k[..., None]).expand_as(order))
+    if not 0 < k < weights.shape[-1]:
+        return torch.full_like(weights, k > 0, dtype=torch.bool)
+    # Finding the k-th largest is much faster than sorting; of those equal to it the first ones are taken.
+    least = weights.topk(k, dim=-1).values[..., -1:]
+    above, level = weights > least, weights == least
+    return above | (level & (level.cumsum(-1) <= k - above.sum(-1, keepdim=True)))
 
 
 # ---------------------------------------------------------------------------------------------------------- last rows

@@ -16,9 +16,10 @@ from longspan.training.loop import Diverged, Trainer, TrainResult, evaluate, tra
 from longspan.training.truncation import Tally, backward
 
 if TYPE_CHECKING:
+    from longspan.training.l2a import L2ANextToken
     from longspan.training.next_token import NextToken
 
-__getattr__ = exports(__name__, {"NextToken": "next_token"})
+__getattr__ = exports(__name__, {"L2ANextToken": "l2a", "NextToken": "next_token"})
 __all__ = [
     "Batch",
     "Batches",
@@ -27,6 +28,7 @@ __all__ = [
     "Copy",
     "Diverged",
     "IGNORE",
+    "L2ANextToken",
     "NextToken",
     "Objective",
     "Outcome",

@@ -37,6 +37,8 @@ class Batch:
     extra: dict[str, Tensor] = field(default_factory=dict)
     index: int = 0
     """The batch's number; an objective that draws at random seeds its own generator with it."""
+    progress: float = 1.0
+    """How far the run is at this step: 0 at the first, 1 at the last and in evaluation; for weights with a schedule."""
 
     def map(self, change: Callable[[Tensor], Tensor]) -> Batch:
         """Every tensor changed alike (moved to a device, cut, …)."""

@@ -118,7 +118,8 @@ class Trainer:
         self.optimiser.zero_grad(set_to_none=True)
         for micro in range(config.accumulate):
             index = step * config.accumulate + micro
-            batch = dataclasses.replace(self.batches(index), index=index).to(self.device)
+            progress = step / max(1, config.steps - 1)
+            batch = dataclasses.replace(self.batches(index), index=index, progress=progress).to(self.device)
             self._check_length(batch)
             backward(
                 self.model,

@@ -23,7 +23,7 @@ class LayerSkip(Draft):
     """Self-speculation: a shallower copy that shares all weights."""
 
     gamma: int = knob(4, "tokens proposed at once", low=1)
-    skip: int = knob(10, "layers left out", low=1)
+    skip: int = knob(4, "layers left out", low=1)
     first: int | None = knob(None, "the first layer left out; the run in the middle if left out", low=1)
 
     def begin(self, target: Target) -> ModelDrafter:

@@ -40,7 +40,7 @@ class ModelDrafter(Drafter):
         """Put the queries of these layers into the notes of every proposal, as ``queries[layer] (Hq, g, D)``: row i is
         that of the step which proposed token i. The draft's cache is there as ``cache``."""
         self.watched = tuple(layers)
-        self.cache.reads = self._look
+        self.cache.reads = self._look if layers else None
 
     def propose(self, ids: Sequence[int], limit: int) -> Proposal:
         self.base = len(ids)
@@ -53,7 +53,8 @@ class ModelDrafter(Drafter):
             pending = [pick(p, self.noise, len(ids) + len(tokens))]
             tokens += pending
             laws.append(p)
-        notes = {"queries": {n: torch.cat(q, 1) for n, q in self.queries.items()}, "cache": self.cache} if self.watched else {}
+        queries = {n: torch.cat(q, 1) for n, q in self.queries.items() if q}
+        notes = {"queries": queries, "cache": self.cache} if self.watched else {}
         return Proposal(tuple(tokens), torch.stack(laws) if laws else None, notes)
 
     def settle(self, ids: Sequence[int], accepted: int, proposed: int) -> None:

@@ -12,38 +12,22 @@ import math
 from collections.abc import Sequence
 
 from longspan.decoding.base import Draft, Drafter, Proposal, Target
+from longspan.decoding.drafts.index import RunIndex
 from longspan.registry import Refused, knob, method
 
 
 class SuffixDrafter(Drafter):
-    """An index of every run of `min_match` tokens: where it ended last, and where before that."""
+    """An index of the text so far."""
 
     def __init__(self, draft: Suffix) -> None:
         self.draft = draft
-        self.ends: dict[tuple[int, ...], list[int]] = {}
-        self.indexed = 0
-        """Tokens whose runs are in the index. The last run is left out: it is what is looked up."""
+        self.index = RunIndex(draft.min_match, draft.max_match)
 
     def propose(self, ids: Sequence[int], limit: int) -> Proposal:
-        n = self.draft.min_match
-        for end in range(max(n, self.indexed + 1), len(ids)):
-            self.ends.setdefault(tuple(ids[end - n : end]), []).append(end)
-        self.indexed = max(self.indexed, len(ids) - 1)
-        found = self.ends.get(tuple(ids[len(ids) - n :]), ())
-        best, at = 0, 0
-        for end in reversed(found[-self.draft.candidates :]):
-            length = self._match(ids, end)
-            if length > best:
-                best, at = length, end
-        wanted = min(limit, self.draft.gamma, math.ceil(self.draft.alpha * best))
-        return Proposal(tuple(ids[at : at + wanted])) if best else Proposal()
-
-    def _match(self, ids: Sequence[int], end: int) -> int:
-        """Tokens before `end` that equal those before the end of `ids`, up to `max_match`."""
-        length = 0
-        while length < min(self.draft.max_match, end) and ids[end - 1 - length] == ids[len(ids) - 1 - length]:
-            length += 1
-        return length
+        self.index.follow(ids)
+        found = self.index.find(ids, self.draft.candidates)
+        wanted = min(limit, self.draft.gamma, math.ceil(self.draft.alpha * found.length))
+        return Proposal(self.index.after(found.places[-1:], wanted))
 
 
 @method("suffix", kind="draft", paper="arXiv:2411.04975", summary="Propose what followed the latest tokens earlier in the text.")
