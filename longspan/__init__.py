@@ -13,7 +13,7 @@ from longspan.registry import Method, Refused, knob, method
 
 if TYPE_CHECKING:
     from longspan.context import Context
-    from longspan.models import Loaded, load
+    from longspan.models.load import Loaded, load
     from longspan.recipe import Recipe, per_row
 
 __version__ = "0.1.0"

@@ -380,8 +380,8 @@ def per_row(recipes: Sequence[Recipe], model: nn.Module) -> Iterator[Run]:
         raise Refused(f"rows of one batch must share weight transforms and positions, got {', '.join(sorted(changes))}.")
     for recipe in recipes:
         if recipe.denoising is not None:
-            raise Refused(f"{recipe.denoising} serves models that denoise blocks, and {type(model).__name__} writes token by token; "
-                          "use it with `longspan ask` or `compare --model block-diffusion`.")
+            raise Refused(f"{recipe.denoising} serves models that denoise blocks, and {type(model).__name__} writes token by "
+                          "token; use it with `longspan ask` or `compare --model block-diffusion`.")
         if recipe.reuse is not None:
             raise Refused(f"{recipe.reuse} joins documents for a question, which a batch doesn't tell; use "
                           "longspan.context.open_context(loaded, text, recipe).")

@@ -25,7 +25,8 @@ from longspan.registry import Refused
 
 def shareable(recipe: Recipe) -> bool:
     """Whether a recipe does nothing but choose what stays when the document ends."""
-    other = (recipe.selector, recipe.decoding, recipe.denoising, recipe.reuse, *recipe.subsets, *recipe.positions, *recipe.weights)
+    single = (recipe.selector, recipe.decoding, recipe.denoising, recipe.reuse)
+    other = (*single, *recipe.subsets, *recipe.positions, *recipe.weights)
     return all(part is None for part in other) and (recipe.cache is None or can_share(recipe.cache))
 
 

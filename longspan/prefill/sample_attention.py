@@ -66,9 +66,9 @@ class SampleAttention(Selector):
         if self.columns is not None:
             chosen = keep_top_k(sums, self.columns) & (sums > 0)
         else:
-            real = n if x.valid is None else x.valid[:, own[:, 0]].sum(-1)[:, None].clamp(min=1)
-            beyond = sums.sum(-1) / real  # the share that isn't near
-            chosen = top_mass(sums / (real if x.valid is None else real[..., None]), (self.alpha - 1 + beyond).clamp(min=0.0))
+            asked = sums.new_full((1, 1), n) if x.valid is None else x.valid[:, own[:, 0]].sum(-1)[:, None].clamp(min=1)
+            beyond = sums.sum(-1) / asked  # the share that isn't near
+            chosen = top_mass(sums / asked[..., None], (self.alpha - 1 + beyond).clamp(min=0.0))
         if x.valid is not None:
             chosen = chosen & x.valid[:, None, :seen]
         return F.pad(chosen, (0, x.k_len - seen))

@@ -131,8 +131,8 @@ def trained(config: BlockDiffusionConfig | None = None, options: TrainConfig = C
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(options.seed)
         model = BlockDiffusion(config)
-    train(model, batches(config, batch=batch, seed=options.seed), options, BlockDenoising(), progress=progress)
-    held_out = evaluate(model, batches(config, "held-out", batch=batch, seed=options.seed), 8, BlockDenoising())
+    train(model, batches(config, batch=batch, seed=options.seed), options, BlockDenoising(), progress=progress)  # type: ignore[call-arg]
+    held_out = evaluate(model, batches(config, "held-out", batch=batch, seed=options.seed), 8, BlockDenoising())  # type: ignore[call-arg]
     return model.eval(), held_out
 
 

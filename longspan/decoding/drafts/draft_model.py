@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+from typing import Any
 
 import torch
 from transformers import DynamicCache
@@ -44,7 +45,8 @@ def _loaded(source: str, dtype: torch.dtype) -> Loaded:
 
 def check_vocabulary(draft: Loaded, target: Target) -> None:
     """Refuse a draft whose tokens aren't the target's."""
-    wanted, got = (m.config.get_text_config(decoder=True).vocab_size for m in (target.model, draft.model))
+    models: tuple[Any, Any] = (target.model, draft.model)
+    wanted, got = (m.config.get_text_config(decoder=True).vocab_size for m in models)
     if wanted != got:
         raise Refused(f"draft model {draft.name} has {got} tokens and the target {wanted}; expected a draft of the same "
                       "vocabulary.")

@@ -45,7 +45,9 @@ class ModelDrafter(Drafter):
     def propose(self, ids: Sequence[int], limit: int) -> Proposal:
         self.base = len(ids)
         self.queries = {layer: [] for layer in self.watched}
-        law, tokens, laws = self.target.law, [], []
+        law = self.target.law
+        tokens: list[int] = []
+        laws: list[Tensor] = []
         pending = list(ids[self.seen :])
         while len(tokens) < min(self.gamma, limit):
             logits = read(self.model, torch.tensor([pending], device=self.target.device), self.cache)[0]
