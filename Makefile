@@ -81,6 +81,8 @@ weights: $(VENV)/.installed
 	  --out $(MADE_FOR)-layer-drift-82f738fdecbb34fe-v1.safetensors
 	$(BIN)/longspan profile minference --contexts 1 --length 4096 --dtype float32 --again \
 	  --out $(MADE_FOR)-minference-patterns-b328290cadd76538-v1.safetensors
+	$(BIN)/longspan profile "layer-skip(verify=dustin)" --contexts 8 --length 1024 --dtype float32 --again \
+	  --out $(MADE_FOR)-dustin-fa4da382ed3735d6-v1.safetensors
 	$(BIN)/python -m longspan.training.block_diffusion --out $(TRAINED)/block-diffusion
 
 # The results that `longspan plan` starts from.
