@@ -333,6 +333,9 @@ class Run:
         draft = self.recipes[0].decoding
         if draft is None:
             return None
+        if len(self.recipes) > 1:
+            raise Refused(f"{draft} writes rows one after another, so they can't have recipes of their own ({len(self.recipes)} "
+                          "were given); run the rows one by one, each under its own recipe.")
         from longspan.decoding.generation import DraftedGenerate
 
         return DraftedGenerate(self, draft, Recipe().on, arguments)

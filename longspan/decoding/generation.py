@@ -6,6 +6,7 @@ that end the text, a streamer. Rows of a batch are written one after another, ea
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
@@ -13,6 +14,7 @@ from typing import Any
 import torch
 from jaxtyping import Int
 from torch import Tensor, nn
+from transformers.generation.stopping_criteria import StoppingCriteriaList, StopStringCriteria
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
 from longspan.decoding.base import Draft, Target
@@ -36,6 +38,20 @@ class DraftedGenerate:
         self.run, self.draft, self.attach = run, draft, attach
         self.streamer, self.assistant = given.get("streamer"), given.get("assistant_model")
 
+    @staticmethod
+    def arguments(given: dict[str, Any], kwargs: dict[str, Any]) -> dict[str, Any]:
+        """`kwargs` with stop strings as a criterion: they need the tokenizer, which `generate` loses on the way here."""
+        config = given.get("generation_config")
+        stop = kwargs.get("stop_strings") or getattr(config, "stop_strings", None)
+        if not stop or kwargs.get("tokenizer") is None:
+            return kwargs
+        own = StopStringCriteria(kwargs["tokenizer"], stop)
+        kwargs = {name: value for name, value in kwargs.items() if name not in ("stop_strings", "tokenizer")}
+        if getattr(config, "stop_strings", None):
+            kwargs["generation_config"] = copy.deepcopy(config)
+            kwargs["generation_config"].stop_strings = None
+        return kwargs | {"stopping_criteria": StoppingCriteriaList([*(kwargs.get("stopping_criteria") or ()), own])}
+
     @torch.inference_mode()
     def __call__(self, model: Any, input_ids: Int[Tensor, "B P"], logits_processor: Any, stopping_criteria: Any,
                  generation_config: Any, **kwargs: Any) -> Any:
@@ -44,7 +60,7 @@ class DraftedGenerate:
         rows = []
         for n, row in enumerate(input_ids):
             real = row if mask is None or mask.dim() != 2 else row[mask[n, : len(row)].bool()]
-            rows.append(self._row(model, real.tolist(), int(generation_config.max_length) - len(row), cache, logits_processor,
+            rows.append(self._row(model, real.tolist(), row[: len(row) - len(real)].tolist(), cache, logits_processor,
                                   stopping_criteria, generation_config))
         if self.streamer is not None:
             self.streamer.end()
@@ -55,33 +71,39 @@ class DraftedGenerate:
             return GenerateDecoderOnlyOutput(sequences=sequences, past_key_values=self.run.cache)  # type: ignore[arg-type]
         return sequences
 
-    def _row(self, model: Any, ids: list[int], room: int, given: Any, processors: Any, criteria: Any, config: Any
+    def _row(self, model: Any, ids: list[int], pads: list[int], given: Any, processors: Any, criteria: Any, config: Any
              ) -> list[int]:
-        """Up to `room` tokens after one row's prompt."""
+        """The tokens after one row's prompt. Processors and criteria are shown its padding too, as in a batch."""
         prompt = torch.tensor([ids], device=model.device)
         known = 0 if given is None else given.get_seq_length()
         cache = given if known else self.run.new_cache(Prompt(prompt, len(ids)))
         logits = read(model, prompt[:, known:], cache)[:, 0]
 
         def process(tokens: Sequence[int], row: Tensor) -> Tensor:
-            return processors(torch.tensor([list(tokens)], device=row.device), row[None])[0]
+            return processors(torch.tensor([[*pads, *tokens]], device=row.device), row[None])[0]
 
         def until(tokens: Sequence[int]) -> bool:
             if self.streamer is not None:
                 self.streamer.put(torch.tensor(tokens[-1:]))
-            return bool(criteria(torch.tensor([list(tokens)], device=model.device), None).all())
+            return bool(criteria(torch.tensor([[*pads, *tokens]], device=model.device), None).all())
 
         law = Law(temperature=1.0 if config.do_sample else 0.0, process=process if len(processors) else None)
         # The caller's random state decides, as it does for plain sampling.
         seed = int(torch.randint(1 << 62, ())) if config.do_sample else 0
         target = Target(model, cache, list(ids), law, Noise((seed,)), self.run, attach=self.attach)
-        return write(target, self.draft, logits, room, (), until=until).ids
+        return write(target, self.draft, logits, int(config.max_length) - len(pads) - len(ids), (), until=until).ids
 
     def _check(self, config: Any, ids: Tensor, kwargs: dict[str, Any]) -> None:
         """Refuse what drafts can't serve."""
         if (config.num_beams or 1) > 1:
             raise Refused(f"num_beams={config.num_beams} can't be combined with {self.draft}, which writes one text a row; leave "
                           "it unset.")
+        if getattr(config, "guidance_scale", None) not in (None, 1):
+            raise Refused(f"guidance_scale={config.guidance_scale} can't be combined with {self.draft}: it reads the text a "
+                          "second time, token by token; leave it unset.")
+        if len(ids) > 1 and getattr(config, "encoder_repetition_penalty", None) not in (None, 1):
+            raise Refused(f"encoder_repetition_penalty={config.encoder_repetition_penalty} looks at all {len(ids)} rows at once, "
+                          f"and {self.draft} writes them one after another; give one row at a time.")
         for name in ("output_scores", "output_logits", "output_hidden_states"):
             if getattr(config, name, None):
                 raise Refused(f"{name}=True can't be served while {self.draft} writes several tokens at a time; leave it unset.")

@@ -178,7 +178,7 @@ class _Attached:
                     if given.get("custom_generate") is not None:
                         raise Refused("custom_generate can't be combined with a recipe that writes in its own way; leave it "
                                       "unset.")
-                    kwargs = {**kwargs, "custom_generate": writes}
+                    kwargs = {**writes.arguments(given, kwargs), "custom_generate": writes}
             outer = getattr(self.pending, "prompt", None)
             self.pending.prompt = _prompt_of(given)
             try:

@@ -3,10 +3,11 @@
 import pytest
 import torch
 from tiny_models import tiny, tiny_ids
+from tiny_tokenizer import tiny_tokenizer
 from transformers import GenerationConfig
 from transformers.generation.streamers import BaseStreamer
 
-from longspan import Recipe
+from longspan import Recipe, per_row
 from longspan.registry import Refused
 
 OPTIONS = {"do_sample": False, "pad_token_id": 2, "max_new_tokens": 24}
@@ -78,6 +79,34 @@ def test_a_streamer_gets_every_token():
     assert drafted.ended and drafted.got == plain.got
 
 
+def test_stop_strings_end_the_text_where_they_would():
+    model, tokenizer = tiny("llama", layers=4, vocab=len(tiny_tokenizer())), tiny_tokenizer()
+    ids = tiny_ids(1, 40)
+    options = {**OPTIONS, "attention_mask": torch.ones_like(ids), "tokenizer": tokenizer}
+    words = tokenizer.decode(model.generate(ids, **options)[0, 40:], skip_special_tokens=True)
+    stop = next(c for c in words[3:] if c.isprintable() and c.strip() and c.isascii())
+    plain = model.generate(ids, stop_strings=[stop], **options)
+    assert plain.shape[1] < 64
+    for given in ({"stop_strings": [stop]}, {"generation_config": GenerationConfig(stop_strings=[stop])}):
+        with Recipe.parse("layer-skip(skip=1, adapt=always)").on(model):
+            assert torch.equal(model.generate(ids, **given, **options), plain)
+
+
+def test_padded_rows_are_forced_to_end_where_they_would():
+    ids = torch.cat([tiny_ids(1, 40), tiny_ids(1, 40, seed=1)])
+    mask = torch.ones_like(ids)
+    mask[1, :7] = 0
+    ids[1, :7] = 2
+    options = {"attention_mask": mask, "forced_eos_token_id": 1, "eos_token_id": 1}
+    assert torch.equal(generate("layer-skip(skip=1, adapt=always)", ids, **options), generate("full", ids, **options))
+
+
+def test_rows_with_recipes_of_their_own_have_no_draft():
+    model = tiny("llama")
+    with pytest.raises(Refused, match="one by one"), per_row([Recipe.parse("suffix")] * 2, model):
+        model.generate(torch.cat([tiny_ids(1, 20)] * 2), **OPTIONS)
+
+
 def test_a_dictionary_if_asked_for():
     found = generate("suffix", return_dict_in_generate=True)
     assert torch.equal(found.sequences, generate("full"))
@@ -85,7 +114,8 @@ def test_a_dictionary_if_asked_for():
 
 @pytest.mark.parametrize(("options", "what"), [
     ({"num_beams": 2}, "num_beams=2"), ({"output_scores": True, "return_dict_in_generate": True}, "output_scores"),
-    ({"prompt_lookup_num_tokens": 3}, "a draft of its own"), ({"custom_generate": lambda *a, **k: None}, "custom_generate"),
+    ({"prompt_lookup_num_tokens": 3}, "a draft of its own"),
+    ({"guidance_scale": 1.5}, "guidance_scale"), ({"custom_generate": lambda *a, **k: None}, "custom_generate"),
 ])
 def test_what_drafts_cannot_serve_is_refused(options, what):
     with pytest.raises(Refused, match=what):
