@@ -111,6 +111,9 @@ class Recipe:
         slot = SLOTS[kind]
         if slot in ("cache", "selector", "decoding", "denoising", "reuse") and getattr(self, slot) is not None:
             raise Refused(f"{part.call.name}: the recipe already has {getattr(self, slot)} as its {slot}; expected one.")
+        if slot in ("subsets", "positions") and any(kind == "position" or m.card.name == part.call.name
+                                                     for m in getattr(self, slot)):
+            raise Refused(f"{part.call.name}: the recipe already has {getattr(self, slot)[0]}; expected one.")
         if kind == "position" and not hasattr(card_class(part.call.name), "on"):
             raise Refused(f"{part.call.name} is a position scheme of models trained here (longspan train --position "
                           f"{part.call.name}); a pretrained model keeps its own, so leave it out of the recipe.")

@@ -93,14 +93,20 @@ def recipe_example(card: Card) -> str | None:
     if getattr(cls, "default_budget", 0.2) == 1.0:
         # A score that keeps everything says something only together with a store.
         return f"{card.name}(store=quantised(bits=4))"
-    return RECIPES[card.kind].format(call=card.name)
+    # Text knobs that are empty by default name something of the user's.
+    needed = ", ".join(f'{k.name}="path/to/{k.name}"' for k in card.knobs if k.type == "str" and k.default == "")
+    return RECIPES[card.kind].format(call=f"{card.name}({needed})" if needed and card.kind == "draft" and card.can("draft-model")
+                                     else card.name)
 
 
 def command_example(card: Card) -> str:
     """A command line that runs this method, or explains it where no command runs it alone."""
     recipe = recipe_example(card)
     if recipe is not None:
+        if card.kind == "denoising":
+            return f'longspan compare --model block-diffusion -r full -r "{recipe}" -t perplexity -l 192 -n 10'
         length = 2048 if card.kind == "policy" else 1024
+        recipe = recipe.replace('"', "'")
         return f'longspan compare -r full -r "{recipe}" -t niah -l {length} -n 10'
     if card.kind == "task":
         # Text knobs that are empty by default name the user's own files.

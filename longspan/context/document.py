@@ -294,6 +294,7 @@ def check_window(loaded: Loaded, tokens: int, what: str, recipe: Recipe | None =
     native = context_window(loaded.model)
     window = native if recipe is None else recipe.window(native)
     if tokens > window:
-        stretch = "" if recipe is None else f", or stretch its positions, as in yarn(factor={-(-tokens // native)})"
+        fixed = recipe is None or getattr(loaded.model, "denoises_blocks", False)
+        stretch = "" if fixed else f", or stretch its positions, as in yarn(factor={-(-tokens // native)})"
         raise Refused(f"{what}: {tokens} tokens, but {loaded.name} reads at most {window}; shorten by {tokens - window} tokens, "
                       f"or choose a model with a longer window{stretch}.")

@@ -42,7 +42,7 @@ def read_once(loaded: Loaded, ids: Sequence[int], recipes: Sequence[Recipe], *,
     """
     for recipe in recipes:
         if not shareable(recipe):
-            raise Refused(f"recipe {str(recipe)!r} changes how the document is read, so it can't share a reading; expected "
+            raise Refused(f"recipe {str(recipe)!r} does more than choose what stays, so it can't share a reading; expected "
                           "one that only chooses what stays when the document ends.")
     check_window(loaded, len(ids), "the document")
     marked: dict[str, list[tuple[int, int]]] = {}

@@ -34,7 +34,7 @@ def check_whole(target: Target, method: Method) -> RecipeCache:
         raise Refused(f"{method}: the target's cache is a {type(cache).__name__}; expected one made by a recipe's run.")
     if cache.policies or not all(layer.store.untouched for layer in cache.policy_layers):
         what = cache.policies[0] if cache.policies else "something"
-        raise Refused(f"{method} works beside a cache that keeps everything, and {what} evicts from it; leave that out of the "
+        raise Refused(f"{method} works beside a cache that keeps everything, and {what} changes it; leave that out of the "
                       "recipe.")
     rows = max((layer.store.lengths().shape[0] for layer in cache.policy_layers if layer.seen), default=1)
     if rows > 1 or any(layer.pads is not None for layer in cache.policy_layers):

@@ -108,6 +108,9 @@ def make_plan(model: str | None, context: int, memory: str, floor: float = 0.9, 
 
 def choose(loaded: Any, length: int, floor: float = 0.9) -> Recipe:
     """The recipe `auto` stands for: the cheapest one that keeps `floor` of the dense accuracy at this length."""
+    if getattr(loaded.model, "denoises_blocks", False):
+        raise Refused(f"recipe 'auto' stands for a cache policy, and {loaded.name} denoises blocks; expected full, or a "
+                      "denoising part such as flashblock.")
     summary, _ = measured_summary(None)
     shape = shape_of(loaded.model)
     judged = [judge(r, lines, shape, length, 2**62, floor, 1) for r, lines in by_recipe(summary).items()]
@@ -199,9 +202,13 @@ def model_shape(model: str | None, dtype: str | None) -> tuple[str, Shape, int]:
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
+    from longspan.models.block_diffusion import is_block_diffusion
     from longspan.models.load import context_window, default_dtype, resolve
 
     folder, name = resolve(model)
+    if is_block_diffusion(folder):
+        raise Refused(f"{name} denoises blocks, and what its recipes cost hasn't been measured; expected a model that writes "
+                      "token by token.")
     config = AutoConfig.from_pretrained(folder)
     wanted = default_dtype()[0] if dtype is None else getattr(torch, dtype, None)
     if not isinstance(wanted, torch.dtype):

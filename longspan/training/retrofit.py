@@ -87,6 +87,9 @@ def train_retrofit(options: RetrofitOptions, progress: Progress | None = None) -
     method: Retrofit = parse(options.retrofit) if isinstance(options.retrofit, str) else options.retrofit
     objective = choose(method.objective if options.objective is None else options.objective, "objective")
     loaded = load(options.model, dtype=options.dtype, device=options.device)
+    if getattr(loaded.model, "denoises_blocks", False):
+        raise Refused(f"{method}: {loaded.name} denoises blocks; expected a model that writes token by token, such as the "
+                      "bundled one.")
     data, held_out = _data(options, loaded.tokenizer)
     base = evaluate(Tuned(loaded.model), held_out, options.eval_batches)
     model = method.convert(loaded.model, in_place=True)

@@ -29,6 +29,9 @@ class LayerSkip(Draft):
     def begin(self, target: Target) -> ModelDrafter:
         n = find_parts(target.model).n_layers
         first = (n - self.skip) // 2 if self.first is None else self.first
+        if n < 3:
+            raise Refused(f"{self}: the model has {n} layers and its first and last must stay, so there is none to leave out; "
+                          "expected another draft, such as suffix.")
         if first < 1 or first + self.skip > n - 1:
             raise Refused(f"{self}: the model has {n} layers and its first and last must stay; expected at most skip={n - 2}, "
                           f"and first between 1 and {max(1, n - 1 - self.skip)}.")
