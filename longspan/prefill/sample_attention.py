@@ -26,6 +26,7 @@ class SampleAttention(Selector):
     """Columns per query head, from sampled rows; first keys and window are always read."""
 
     columns: int | None = knob(None, "key columns to read; as many as hold alpha if left out", low=1)
+    shared: bool = knob(False, "heads of a layer share out their columns: more for those whose attention is spread out")
     alpha: float = knob(0.95, "share of the sampled attention that window and columns hold", low=0, high=1)
     group: int | None = knob(None, "rows that share a sample and columns, in tokens; the whole prompt if left out", low=1)
     rows: int = knob(64, "sampled rows of the prompt, or of each group", low=1)
@@ -64,7 +65,10 @@ class SampleAttention(Selector):
         weights[..., first:].masked_fill_(near, 0.0)
         sums = weights.sum(-2)
         if self.columns is not None:
-            chosen = keep_top_k(sums, self.columns) & (sums > 0)
+            if self.shared:
+                chosen = keep_top_k(sums.flatten(1), self.columns * x.heads).view_as(sums) & (sums > 0)
+            else:
+                chosen = keep_top_k(sums, self.columns) & (sums > 0)
         else:
             asked = sums.new_full((1, 1), n) if x.valid is None else x.valid[:, own[:, 0]].sum(-1)[:, None].clamp(min=1)
             beyond = sums.sum(-1) / asked  # the share that isn't near
