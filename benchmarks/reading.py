@@ -63,38 +63,27 @@ class Clock:
 
     @contextlib.contextmanager
     def running(self) -> Iterator[None]:
-        plan, attend, choose = Selector.plan, reading.block_sparse_attention, {}
+        attend = reading.block_sparse_attention
 
-        def timed_plan(selector: Selector, x: ReadContext) -> Any:
-            start = time.perf_counter()
-            made = plan(selector, x)
-            self.select += time.perf_counter() - start
-            return made
-
-        def timed_attend(*args: Any, **options: Any) -> Tensor:
-            start = time.perf_counter()
-            out = attend(*args, **options)
-            self.attend += time.perf_counter() - start
-            return out
-
-        def timed(function: Any) -> Any:
-            def choosing(subset: TokenSubset, x: ReadContext) -> Any:
+        def timed(function: Any, name: str) -> Any:
+            def running(*args: Any, **options: Any) -> Any:
                 start = time.perf_counter()
-                made = function(subset, x)
-                self.select += time.perf_counter() - start
+                made = function(*args, **options)
+                setattr(self, name, getattr(self, name) + time.perf_counter() - start)
                 return made
-            return choosing
+            return running
 
-        for cls in TokenSubset.__subclasses__():
-            choose[cls] = cls.choose
-            cls.choose = timed(cls.choose)  # type: ignore[method-assign]
-        Selector.plan, reading.block_sparse_attention = timed_plan, timed_attend  # type: ignore[method-assign]
+        own = [(cls, name, cls.__dict__[name]) for base, name in ((Selector, "plan"), (TokenSubset, "choose"))
+               for cls in (base, *base.__subclasses__()) if name in cls.__dict__]
+        for cls, name, function in own:
+            setattr(cls, name, timed(function, "select"))
+        reading.block_sparse_attention = timed(attend, "attend")
         try:
             yield
         finally:
-            Selector.plan, reading.block_sparse_attention = plan, attend  # type: ignore[method-assign]
-            for cls, function in choose.items():
-                cls.choose = function  # type: ignore[method-assign]
+            reading.block_sparse_attention = attend
+            for cls, name, function in own:
+                setattr(cls, name, function)
 
 
 def stretched(model: Any, text: str, length: int) -> Recipe:

@@ -167,6 +167,9 @@ def ask(
               "achieved": context.achieved.as_json()})
         return
     print(answer.text)
+    if not answer.text:
+        what = f"{len(answer.ids)} tokens, all white space" if answer.ids else "nothing"
+        print(f"longspan: the model wrote {what}.", file=sys.stderr)
     from longspan.reporting import human_bytes
 
     held = context.achieved

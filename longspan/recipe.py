@@ -385,9 +385,12 @@ def per_row(recipes: Sequence[Recipe], model: nn.Module) -> Iterator[Run]:
     if len(changes) > 1:
         raise Refused(f"rows of one batch must share weight transforms and positions, got {', '.join(sorted(changes))}.")
     for recipe in recipes:
-        if recipe.denoising is not None:
+        if recipe.denoising is not None and not getattr(model, "denoises_blocks", False):
             raise Refused(f"{recipe.denoising} serves models that denoise blocks, and {type(model).__name__} writes token by "
                           "token; use it with `longspan ask` or `compare --model block-diffusion`.")
+        if getattr(model, "denoises_blocks", False):
+            raise Refused(f"{type(model).__name__} denoises blocks, which a bare recipe can't carry; use "
+                          "longspan.context.open_context(loaded, text, recipe).")
         if recipe.reuse is not None:
             raise Refused(f"{recipe.reuse} joins documents for a question, which a batch doesn't tell; use "
                           "longspan.context.open_context(loaded, text, recipe).")

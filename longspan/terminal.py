@@ -44,10 +44,13 @@ def part(text: str, role: str) -> Any:
     """A method given as text: a name, with knobs in parentheses if wanted."""
     from longspan import grammar
 
-    parts = grammar.parse(text)
     kind = role.replace("_", "-")
+    known = [c.name for c in registry.cards(kind=kind)]
+    name = text.split("(")[0].strip()
+    if name not in {c.name for c in registry.cards()}:
+        raise Refused(f"--{kind}: {registry.nearest(name, known, kind)}")
+    parts = grammar.parse(text)
     if len(parts) != 1 or parts[0].at is not None or registry.card(parts[0].call.name).kind != kind:
-        known = [c.name for c in registry.cards(kind=kind)]
         raise Refused(f"--{kind} {text!r}: {registry.nearest(text, known, kind)}")
     return grammar.build(parts[0].call)
 

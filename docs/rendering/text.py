@@ -42,7 +42,7 @@ def prose(text: str) -> str:
     """A docstring as Markdown: double backticks become code, and characters outside code mean themselves."""
     whole = re.sub(r"``(.+?)``", r"`\1`", inspect.cleandoc(text)).replace("::\n", ":\n")
     # Kept as they are: what stands in backticks, what is indented behind an empty line, and *emphasis*.
-    pieces = re.split(r"(`[^`]*`|(?<=\n\n)(?: {4}.*(?:\n|$))+|(?<![\w*])\*[A-Za-z][^*\n]*?\w\*(?![\w*]))", whole)
+    pieces = re.split(r"(`[^`]*`|(?<=\n\n)(?: {4}.*(?:\n|$))+|(?<![\w*])\*[A-Za-z][^*\n]*?[\w.]\*(?![\w*]))", whole)
     return "".join(piece if i % 2 else escaped(piece) for i, piece in enumerate(pieces))
 
 

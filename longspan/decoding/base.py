@@ -126,7 +126,7 @@ class Draft(Method):
 
     verify: Verifier = knob(default_factory=Exact, help="how proposals are read", kind="verifier")  # noqa: RUF009
     rule: str = knob("match", "when a proposal stands: match, point-mass or reject", choices=RULES)
-    adapt: str = knob("auto", "auto: stop proposing while it doesn't pay; always: never stop", choices=ADAPT)
+    adapt: str = knob("auto", "auto: stop proposing while it doesn't pay (under rule match); always: never stop", choices=ADAPT)
 
     def begin(self, target: Target) -> Drafter:
         """Start on a sequence whose prompt was read.

@@ -50,6 +50,9 @@ def train_weights(loaded: Loaded, recipe: Recipe, progress: Progress | None = No
     for place, found in [] if again else before.items():
         if not profiles.missing(found, methods):
             return place, found, True
+    if out is not None and out.exists() and not before and not again:
+        raise Refused(f"{str(out)!r} is there and isn't the profile of {recipe} on this model; name another file, or say --again "
+                      "to write over it.")
     length = min(1024, context_window(loaded.model) // 2) if length is None else length
     trainer = importlib.import_module(methods[0].trainer)
     # A trainer may want texts of its own kind: key-value prompts, needles.

@@ -26,6 +26,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
+from longspan.models.retrofitted import ENTRY
 from longspan.registry import Refused
 
 LOOKED_FOR = ("model.get_decoder().layers[i].self_attn.{o_proj, layer_idx, head_dim, num_key_value_groups} and "
@@ -161,6 +162,12 @@ def find_parts(model: Any) -> Parts:
     Raises:
         Refused: a part is missing or works in a way nothing here can follow; the sentence names what was looked for.
     """
+    if getattr(model, "denoises_blocks", False):
+        raise Refused(f"{type(model).__name__} denoises blocks, which recipes of this kind can't carry; expected a model that "
+                      "writes token by token.")
+    if retrofit := getattr(getattr(model, "config", None), ENTRY, None):
+        raise Refused(f"{type(model).__name__} was changed by {retrofit['name']}, whose layers keep caches of their own, so no "
+                      "recipe can carry it; run it with model.generate.")
     if not hasattr(model, "get_decoder"):
         raise _refused(model, "no get_decoder()")
     decoder = model.get_decoder()

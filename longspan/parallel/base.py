@@ -112,6 +112,8 @@ class ContextParallel(Method):
             PeerLost: another rank died or is stuck.
         """
         self._check_input(x, weights, documents, comm.size, dropout)
+        if theta is not None and not theta > 0:
+            raise Refused(f"theta={theta}: expected a base above 0 for rotary positions, such as 10000, or None for none.")
         _agree(x, weights, comm, (theta or 0.0, causal, documents, str(self)))
         place = self.places(x.shape[1] * comm.size, comm.size)[comm.rank].to(x.device)
         engine, group = self.engine(comm, causal, documents), self.head_group(comm)

@@ -59,6 +59,8 @@ def launch(fn: Callable[..., Any], world_size: int, timeout: float = 300.0, *, a
     """
     if world_size < 1:
         raise ValueError(f"launch expects at least one rank, got {world_size}")
+    if getattr(sys.modules.get(fn.__module__), fn.__qualname__.split(".")[0], None) is None or "<locals>" in fn.__qualname__:
+        raise ValueError(f"launch starts {fn.__qualname__} in new processes, which import it; expected a function of a module")
     context = multiprocessing.get_context("spawn")
     with tempfile.TemporaryDirectory(prefix="longspan-ranks-") as folder:
         store, ranks = str(Path(folder, "store")), []

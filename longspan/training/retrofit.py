@@ -11,6 +11,7 @@ import torch
 from longspan import registry
 from longspan.layers import choose
 from longspan.models import load
+from longspan.models.load import context_window
 from longspan.registry import Refused, nearest
 from longspan.training.base import Objective
 from longspan.training.config import TrainConfig
@@ -90,6 +91,9 @@ def train_retrofit(options: RetrofitOptions, progress: Progress | None = None) -
     if getattr(loaded.model, "denoises_blocks", False):
         raise Refused(f"{method}: {loaded.name} denoises blocks; expected a model that writes token by token, such as the "
                       "bundled one.")
+    if options.context > context_window(loaded.model):
+        raise Refused(f"context={options.context}: {loaded.name} reads at most {context_window(loaded.model)} tokens; expected "
+                      "no more.")
     data, held_out = _data(options, loaded.tokenizer)
     base = evaluate(Tuned(loaded.model), held_out, options.eval_batches)
     model = method.convert(loaded.model, in_place=True)

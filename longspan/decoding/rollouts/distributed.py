@@ -186,6 +186,10 @@ def run_job(path: str | Path, ranks: int, timeout: float) -> None:
         RankLost: a rank died, or `timeout` seconds are over.
     """
     job = Job.load(path)
+    if not job.steps:
+        raise Refused(f"job {str(path)!r} has no steps; expected at least one.")
+    for step in job.steps:
+        job.rollouts(step)  # refuses what no rank could do
     with processes(MODULE, [str(path)], ranks, Path(job.out), job.timeout) as started:
         started.wait(timeout)
 

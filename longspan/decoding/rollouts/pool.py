@@ -171,7 +171,9 @@ class RolloutPool:
                                   bool(row["ended"]), logprobs[scored : scored + m])
                 at, scored = at + n, scored + m
                 pool.add(rollout)
-        except (SafetensorError, KeyError, IndexError, TypeError, AttributeError, json.JSONDecodeError) as error:
+        except Refused:
+            raise
+        except (SafetensorError, KeyError, IndexError, TypeError, AttributeError, ValueError) as error:
             raise Refused(f"pool {str(path)!r} can't be read as one: expected a file that RolloutPool.save wrote.") from error
         return pool
 

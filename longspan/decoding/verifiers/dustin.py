@@ -107,6 +107,10 @@ class Dustin(Verifier):
                  for name, text in (("target_heads", self.target_heads), ("draft_heads", self.draft_heads))]
         if named[0] is not None and (named[1] is not None or self.m == 0):
             return Setting(named[0], named[1] or {}, 0.5)
+        if not draft.card.can("draft-model"):
+            raise Refused(f"{draft.card.name}(verify={self}): heads are found for a pair of models, and {draft.card.name} is "
+                          'none; expected target_heads named, as in dustin(m=0, target_heads="9:0,2"), or another draft, such as '
+                          "layer-skip.")
         found = profiles.find_trained(target.model, self.beside(draft), self.profile).tensors
         own, other = (by_layer(found[name].tolist()) for name in ("target_heads", "draft_heads"))
         return Setting(named[0] or own, named[1] or other, float(found["split"]))
@@ -117,7 +121,7 @@ class Dustin(Verifier):
         check_whole(target, self)
         if self.m != 0 and not draft.card.can("draft-model"):
             raise Refused(f"{draft.card.name}(verify={self}) has no queries to choose positions by; expected a draft that is a "
-                          "model, such as layer-skip, or m=0.")
+                          'model, such as layer-skip, or m=0 with target_heads named, as in dustin(m=0, target_heads="9:0,2").')
         return DustinChecker(target, self, self.setting(target, draft))
 
 
