@@ -15,6 +15,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from longspan.kernels import attend, decode_attend
+from longspan.kernels.block_sparse_cpu import attend_few_rows
 from longspan.registry import Refused
 
 SLACK = 256
@@ -255,6 +256,10 @@ def attend_buffer(buffer: Buffer, q: Tensor, positions: Tensor, scale: float, wi
                              return_lse=return_lse)
     if valid is not None and T > 1 and buffer.length == T and window is None:
         return _attend_rows(buffer, q, scale, softcap)
+    if valid is None and window is None and softcap is None:
+        few = attend_few_rows(q, buffer.keys, buffer.values, scale)
+        if few is not None:
+            return few
     mask = None if valid is None else valid[:, :, None]
     if window is not None:
         near = positions[:, None, :, None] - buffer.all_positions()[:, :, None, :] < window

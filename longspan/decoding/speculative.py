@@ -21,7 +21,7 @@ from torch import Tensor
 from longspan.decoding.base import Draft, Proposal, Target
 from longspan.decoding.law import pick
 from longspan.decoding.plain import Generated
-from longspan.decoding.verify import verify
+from longspan.decoding.verify import verify, verify_greedy
 
 NOTHING = Proposal()
 FIRST_STEPS = 2
@@ -96,9 +96,12 @@ def write(target: Target, draft: Draft, logits: Float[Tensor, "1 V"], max_new_to
             proposal = drafter.propose(ids, room) if asked else NOTHING
             looked = time.perf_counter() - began
             after = checker.check(ids[-1], proposal)
-            p = target.law.probabilities(ids, after, proposal.tokens)
-            rule = draft.rule if proposal.tokens else "match"
-            verdict = verify(p, proposal.tokens, target.noise, len(ids), rule=rule, q=proposal.q)
+            if target.law.greedy and target.law.process is None:
+                verdict = verify_greedy(after, proposal.tokens)
+            else:
+                p = target.law.probabilities(ids, after, proposal.tokens)
+                rule = draft.rule if proposal.tokens else "match"
+                verdict = verify(p, proposal.tokens, target.noise, len(ids), rule=rule, q=proposal.q)
             checker.keep(1 + verdict.accepted, 1 + len(proposal.tokens))
             done.passes += 1
             done.proposed += len(proposal.tokens)

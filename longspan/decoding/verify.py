@@ -53,6 +53,13 @@ def verify(p: Float[Tensor, "g+1 V"], proposed: Sequence[int], noise: Noise, pos
     return Verdict((*proposed, pick(p[-1], noise, position + len(proposed))), len(proposed))
 
 
+def verify_greedy(logits: Float[Tensor, "g+1 V"], proposed: Sequence[int]) -> Verdict:
+    """What every rule comes to where the law is greedy: tokens stand while they are the likeliest. No laws are made."""
+    likeliest = logits.argmax(-1).tolist()
+    n = next((k for k, x in enumerate(proposed) if x != likeliest[k]), len(proposed))
+    return Verdict((*proposed[:n], likeliest[n]), n)
+
+
 def _judge(p: Float[Tensor, " V"], x: int, q: Float[Tensor, " V"] | None, noise: Noise, at: int, rule: str) -> tuple[bool, int]:
     """Whether x stands at place `at`, and what is written there."""
     if rule == "match":

@@ -79,6 +79,26 @@ def plan_lse(q: Tensor, k: Tensor, plan: ReadPlan, *, scale: float, valid: Tenso
     return lse
 
 
+FEW_ROWS = 16
+"""Up to so many rows, PyTorch's fused attention in bfloat16 spends its time on converting keys."""
+
+
+def attend_few_rows(q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor] | None:
+    """Causal attention of a few newest rows (drafts being checked) over all keys: (out, lse), or None where the C kernel
+    doesn't apply and PyTorch's own is as good."""
+    T, S = q.shape[2], k.shape[2]
+    library = _library() if q.device.type == "cpu" and q.dtype == torch.bfloat16 and 1 < T <= FEW_ROWS else None
+    if library is None or (torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)):
+        return None
+    return compiled(library, q, k, v, _one_block(T, S), scale, None)
+
+
+@functools.lru_cache(maxsize=16)
+def _one_block(T: int, S: int) -> ReadPlan:
+    """The dense plan in one block; all layers of a step ask for the same."""
+    return ReadPlan.dense(q_len=T, k_len=S, q_block=T, k_block=S)
+
+
 def compiled(library: ctypes.CDLL, q: Tensor, k: Tensor, v: Tensor | None, plan: ReadPlan, scale: float,
              valid: Tensor | None) -> tuple[Tensor, Tensor]:
     """One call into the C kernel. Without values the output is left as it happens to be."""

@@ -8,6 +8,7 @@ import torch
 from scipy.stats import chisquare
 
 from longspan.decoding import Law, Noise, pick, verify
+from longspan.decoding.verify import verify_greedy
 from longspan.registry import Refused
 
 
@@ -90,6 +91,17 @@ def test_nothing_proposed_draws_one_token():
     p = law(41, 1, 6)
     for rule in ("match", "point-mass"):
         assert verify(p, [], Noise((1,)), 4, rule=rule) == verify(p, [], Noise((1,)), 4)
+
+
+def test_the_greedy_short_cut_is_what_the_rules_come_to():
+    g = torch.Generator().manual_seed(0)
+    for _ in range(50):
+        logits = torch.randn(4, 6, generator=g)
+        best = logits.argmax(-1).tolist()
+        for proposed in (best[:3], [*best[:2], (best[2] + 1) % 6], [(best[0] + 1) % 6, *best[1:3]]):
+            p = Law().probabilities([], logits)
+            assert verify_greedy(logits, proposed) == verify(p, proposed, Noise(), 0) == verify(
+                p, proposed, Noise(), 0, rule="point-mass")
 
 
 def test_greedy_laws_accept_the_likeliest_alone():

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from longspan.kernels import block_sparse_cpu
+from longspan.kernels import attend_reference, block_sparse_cpu
 from longspan.kernels.block_sparse import block_sparse_attention
 from longspan.kernels.plan import ReadPlan, forced_blocks
 
@@ -165,3 +165,17 @@ def test_misfits_are_refused():
         block_sparse_attention(q, k, v, plan, backend="gpu")
     with pytest.raises(ValueError, match="scale"):
         block_sparse_attention(q, k, v, plan, scale=0.0)
+
+
+@pytest.mark.parametrize(("T", "S"), [(2, 2), (3, 40), (8, 129), (16, 1000)])
+def test_a_few_new_rows_attend_to_all_keys(T, S):
+    from longspan.kernels.block_sparse_cpu import attend_few_rows
+
+    g = torch.Generator().manual_seed(T)
+    q, k, v = (torch.randn(2, h, n, 32, generator=g).bfloat16() for h, n in ((6, T), (2, S), (2, S)))
+    found = attend_few_rows(q, k, v, 0.2)
+    if found is None:
+        pytest.skip("no compiler here")
+    out, lse = attend_reference(q, k, v, scale=0.2)
+    assert torch.allclose(found[0].float(), out.float(), atol=2e-2) and torch.allclose(found[1], lse, atol=2e-2)
+    assert attend_few_rows(q.float(), k.float(), v.float(), 0.2) is None
