@@ -394,7 +394,7 @@ def test_caches_that_evict_are_refused():
     found, recipe = model(), Recipe.parse("knorm(budget=0.5)")
     with recipe.on(found) as run:
         target, _ = begun(run, 40, found)
-        with pytest.raises(Refused, match=r"knorm.*evicts"):
+        with pytest.raises(Refused, match=r"knorm.*changes it"):
             small().begin(target, draft(small()))
 
 
