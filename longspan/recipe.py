@@ -16,7 +16,7 @@ import contextlib
 import weakref
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from jaxtyping import Float
@@ -42,11 +42,9 @@ from longspan.grammar import Call, Part
 from longspan.models.arguments import refuse_arguments
 from longspan.models.call import LayerCall, Prompt, plain_attention
 from longspan.models.hook import attached
+from longspan.prefill import PairCount, ReadContext, Selector, read_rows
 from longspan.registry import Method, Refused, card
 from longspan.registry import get as card_class
-
-if TYPE_CHECKING:
-    from longspan.prefill import Selector
 
 POLICY_KEYS = ("budget", "store", "schedule")
 SLOTS = {"score": "cache", "policy": "cache", "reuse": "reuse", "selector": "selector", "token-subset": "subsets",
@@ -235,18 +233,6 @@ def _where(kind: str, name: str) -> str:
 # --------------------------------------------------------------------------------------------------------- a run
 
 
-@dataclass
-class PairCount:
-    """Query-key pairs computed while reading prompts, against causal attention's."""
-
-    computed: float = 0.0
-    causal: float = 0.0
-
-    @property
-    def density(self) -> float:
-        return self.computed / self.causal if self.causal else 1.0
-
-
 class Run:
     """One stay of recipes on a model: makes caches and answers the hook's calls."""
 
@@ -319,8 +305,6 @@ class Run:
 
     def _read(self, call: LayerCall, q: Tensor, k: Tensor, v: Tensor, valid: Tensor | None) -> Tensor | None:
         """Attend prompt rows by the selector's plan; None where a window or softcap asks for dense attention."""
-        from longspan.prefill import ReadContext, read_rows
-
         first = self.recipes[0]
         if call.window is not None or call.softcap is not None:
             return None

@@ -18,7 +18,7 @@ from jaxtyping import Int
 from torch import Tensor
 
 from longspan.cache import Achieved
-from longspan.context.document import Answer, check_window, frame
+from longspan.context.document import Answer, check_question, check_window, frame
 from longspan.decoding import Denoising, Generated, Prefix, Reads, Sampling, denoise, end_ids, forced_nlls, read_blocks
 from longspan.models import Loaded
 from longspan.models.hook import turn
@@ -107,10 +107,7 @@ class DiffusionContext:
         Raises:
             Refused: the question is empty, or longer than what is left of the model's window.
         """
-        if not question.strip():
-            raise Refused("the question is empty; expected some text.")
-        if max_new_tokens < 1:
-            raise Refused(f"max_new_tokens={max_new_tokens}: expected at least 1.")
+        check_question(question, max_new_tokens)
         tokenizer = self.loaded.tokenizer
         ids = tokenizer("\n\n" + question + self.foot + answer_prefix)["input_ids"]
         done, ttft = self.answer_ids(ids, max_new_tokens)

@@ -113,10 +113,7 @@ class Context:
         Raises:
             Refused: the question is empty, or longer than what is left of the model's window.
         """
-        if not question.strip():
-            raise Refused("the question is empty; expected some text.")
-        if max_new_tokens < 1:
-            raise Refused(f"max_new_tokens={max_new_tokens}: expected at least 1.")
+        check_question(question, max_new_tokens)
         tokenizer = self.loaded.tokenizer
         ids = tokenizer("\n\n" + question + self.foot + answer_prefix, add_special_tokens=False)["input_ids"]
         done, ttft = self.answer_ids(ids, max_new_tokens)
@@ -287,6 +284,14 @@ def frame(tokenizer: Any) -> tuple[str, str]:
         raise Refused("the tokenizer's chat template doesn't show the user's text exactly once; expected one that does.")
     head, foot = whole.split(mark)
     return head, foot
+
+
+def check_question(question: str, max_new_tokens: int) -> None:
+    """Refuse a question without text, and an answer without room."""
+    if not question.strip():
+        raise Refused("the question is empty; expected some text.")
+    if max_new_tokens < 1:
+        raise Refused(f"max_new_tokens={max_new_tokens}: expected at least 1.")
 
 
 def check_window(loaded: Loaded, tokens: int, what: str, recipe: Recipe | None = None) -> None:

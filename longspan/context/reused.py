@@ -24,7 +24,7 @@ from torch import Tensor
 from longspan.cache import Achieved, RecipeCache
 from longspan.cache.reuse import Assembled, DocumentCache, Fused, Joined, Library, Piece, Reuse, assemble, fill, join
 from longspan.context.diffusion import DiffusionContext, check_recipe
-from longspan.context.document import Answer, Context, check_window, frame
+from longspan.context.document import Answer, Context, check_question, check_window, frame
 from longspan.decoding import Generated, end_ids, greedy, token_nlls
 from longspan.models import Loaded, Prompt
 from longspan.models.hook import turn
@@ -147,8 +147,7 @@ class ReusedContext:
         Raises:
             Refused: the question is empty, or longer than what is left of the model's window.
         """
-        if not question.strip():
-            raise Refused("the question is empty; expected some text.")
+        check_question(question, max_new_tokens)
         tokenizer = self.loaded.tokenizer
         asked, rest = (tokenizer(text, add_special_tokens=False)["input_ids"]
                        for text in ("\n\n" + question, self.foot + answer_prefix))

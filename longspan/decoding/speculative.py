@@ -5,7 +5,7 @@ the whole sequence but its last token. With an exact verifier the text follows t
 with rule ``match`` it is the text that writing token by token with the same noise gives.
 
 Proposing costs time even when nothing stands. `Pays` keeps account of it and lets the draft rest while more was lost than
-three hundredths of the time that plain steps would have taken.
+three hundredths of the time that plain steps would have taken. It also says how many tokens to propose.
 """
 
 from __future__ import annotations
@@ -44,6 +44,9 @@ class Pays:
     """Steps lost so far; gains count up to `SAVED`."""
     written: int = 0
     rounds: int = 0
+    most: int = 1
+    """Tokens to propose at once: few until some stood, so that trying costs little; twice as many after a round of which
+    all stood, or twice those that did."""
     recent: list[float] = field(default_factory=list)
     """Seconds of the latest plain steps."""
 
@@ -57,11 +60,15 @@ class Pays:
         self.written += 1
         self.late += wasted / statistics.median(self.recent)
 
-    def round(self, tokens: int, seconds: float) -> None:
-        """A round wrote `tokens`. The first one may also pay for what is set up once, so it counts for two steps at most."""
-        lost = seconds / statistics.median(self.recent) - tokens
+    def round(self, accepted: int, proposed: int, seconds: float) -> None:
+        """Of the `proposed` tokens `accepted` stood, and one more was written.
+
+        The first round may also pay for what is set up once, so it counts for two steps at most.
+        """
+        lost = seconds / statistics.median(self.recent) - (accepted + 1)
         self.rounds += 1
-        self.written += tokens
+        self.written += accepted + 1
+        self.most = 2 * self.most if accepted == proposed else max(1, 2 * accepted)
         self.late = max(-SAVED, self.late + (min(lost, 2.0) if self.rounds == 1 else lost))
 
 
@@ -81,19 +88,19 @@ def write(target: Target, draft: Draft, logits: Float[Tensor, "1 V"], max_new_to
     """
     done = Generated()
     start = time.perf_counter()
-    drafter, checker, pays = draft.begin(target), draft.verify.begin(target, draft), Pays()
+    checker, drafter, pays = draft.verify.begin(target, draft), draft.begin(target), Pays()
     # Where the text depends on what was proposed when, it must not depend on the clock.
     always = draft.adapt == "always" or draft.rule != "match" or not draft.verify.card.can("lossless")
-    drafter.watch(checker.draft_layers)
     out = _Writing(target, done, max_new_tokens, end_ids, stop, until)
     ids = target.ids
-    out.add([pick(target.law.probabilities(ids, logits)[0], target.noise, len(ids))])
     try:
+        drafter.watch(checker.draft_layers)
+        out.add([pick(target.law.probabilities(ids, logits)[0], target.noise, len(ids))])
         while not out.over:
             began = time.perf_counter()
             room = max_new_tokens - len(done.ids) - 1
             asked = room > 0 and (always or pays.propose())
-            proposal = drafter.propose(ids, room) if asked else NOTHING
+            proposal = drafter.propose(ids, room if always else min(room, pays.most)) if asked else NOTHING
             looked = time.perf_counter() - began
             after = checker.check(ids[-1], proposal)
             if target.law.greedy and target.law.process is None:
@@ -113,7 +120,7 @@ def write(target: Target, draft: Draft, logits: Float[Tensor, "1 V"], max_new_to
             if always:
                 continue
             if proposal.tokens:
-                pays.round(len(verdict.tokens), seconds)
+                pays.round(verdict.accepted, len(proposal.tokens), seconds)
             else:
                 pays.step(seconds - looked, looked if asked else 0.0)
     finally:

@@ -47,6 +47,12 @@ class Outcome:
             raise ValueError(f"an outcome that is {self.verdict} needs a reason")
 
 
+def by_checks(checks: dict[str, bool]) -> tuple[str, str]:
+    """Verdict and reason where nothing but the checks decides."""
+    failed = [name for name, holds in checks.items() if not holds]
+    return ("failed", f"not so here: {'; '.join(failed)}.") if failed else ("reproduced", "")
+
+
 Run = Callable[[str, Callable[[str], None]], Outcome]
 
 

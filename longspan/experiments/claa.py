@@ -33,7 +33,7 @@ from longspan.evaluation.agreement import Agreement, compare_rankings, over_laye
 from longspan.evaluation.oracles import DenseReading, dense_reading, reference
 from longspan.evaluation.statistics import paired
 from longspan.evaluation.words import NOUNS
-from longspan.experiments.base import Experiment, Outcome
+from longspan.experiments.base import Experiment, Outcome, by_checks
 from longspan.experiments.hidden import hide, plain_prose
 from longspan.models import Prompt, load
 from longspan.recipe import Recipe
@@ -205,13 +205,10 @@ def judged(scale: str, size: dict[str, Any], ranked: list[dict[str, Agreement]],
         table.append({"layer": N_LAYERS - 1 + i} | {f"recall, {way}": round(v, 4) for way, v in recall.items()})
     table += [{"l_p": l_p} | {f"answer NLL, {name}": round(curve[i], 4) for name, curve in curves.items()}
               for i, l_p in enumerate(size["prune"])]
-    failed = [name for name, holds in checks.items() if not holds]
     if scale == "smoke":
         verdict, reason = "mechanism-only", "one short prompt says nothing about means."
-    elif failed:
-        verdict, reason = "failed", "not so here: " + "; ".join(failed) + "."
     else:
-        verdict, reason = "reproduced", ""
+        verdict, reason = by_checks(checks)
     return Outcome(measured, expected, checks, verdict, reason, [SEED], table)
 
 
@@ -235,8 +232,7 @@ def measure_paper(progress: Callable[[str], None]) -> Outcome:
     table = [{"recipe": name, "score": score} for name, score in means.items()]
     pairs = {rho: [str(Recipe.parse(f"{name}(rho={rho})")) for name in ("claa", "fastkv")] for rho in PAPER["rho"]}
     checks = {f"rho={rho}: CLAA above FastKV": means[claa] > means[fastkv] for rho, (claa, fastkv) in pairs.items()}
-    failed = [name for name, holds in checks.items() if not holds]
-    verdict, reason = ("failed", "not so here: " + "; ".join(failed) + ".") if failed else ("reproduced", "")
+    verdict, reason = by_checks(checks)
     return Outcome({n: round(m, 1) for n, m in means.items()}, {"CLAA": "1 to 3 points above FastKV; TriviaQA 92.4"}, checks,
                    verdict, reason, [0], table)
 

@@ -45,7 +45,7 @@ from longspan.evaluation.dustin_texts import begun, needle, summed
 from longspan.evaluation.statistics import mean_interval
 from longspan.evaluation.texts import load_text
 from longspan.evaluation.words import ADJECTIVES, NOUNS
-from longspan.experiments.base import Experiment, Outcome
+from longspan.experiments.base import Experiment, Outcome, by_checks
 from longspan.experiments.hidden import hide, plain_prose
 from longspan.models import Loaded, Parts, find_parts, load
 from longspan.recipe import Recipe
@@ -349,13 +349,10 @@ def outcome(scale: str, size: dict[str, Any], facts: dict[str, Any], rates: dict
     expected = {"ARR": "sink+recent < history < hybrid < oracle < 1; hybrid within 0.005 of the better signal or above",
                 "agreement": ">= 90 % at K=256, lower by position", "numbers": "found by hybrid at K=128, missed by position",
                 "rows read": "fall by N/K", "tokens a round": "within 10 % of the formula, greedy text identical"}
-    failed = [name for name, holds in checks.items() if not holds]
     if scale == "smoke":
         verdict, reason = "mechanism-only", "a few places in one short window say nothing about means."
-    elif failed:
-        verdict, reason = "failed", "not so here: " + "; ".join(failed) + "."
     else:
-        verdict, reason = "reproduced", ""
+        verdict, reason = by_checks(checks)
     table = [{"place": i} | {n: round(rates[n][i], 4) for n in SIGNALS} for i in range(len(rates["oracle"]))]
     return Outcome(measured, expected, checks, verdict, reason, [SEED], table)
 

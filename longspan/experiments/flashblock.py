@@ -22,7 +22,7 @@ from torch import Tensor
 
 from longspan.decoding.blocks import BlockReader, Denoising, Part, Prefix
 from longspan.decoding.denoising.flashblock import FlashBlock, FlashBlockReader
-from longspan.experiments.base import Experiment, Outcome
+from longspan.experiments.base import Experiment, Outcome, by_checks
 from longspan.experiments.block_replay import (
     held_out_prefixes,
     layer_seconds,
@@ -132,13 +132,10 @@ def judged(scale: str, table: list[dict[str, Any]], cosines: dict[str, list[floa
     measured |= {name: {"kl": round(row["kl"], 4), "agreement": round(row["agreement"], 3),
                         "prefix_reads": round(row["prefix_reads"], 3)} for name, row in by_name.items()}
     measured["layer, times faster"] = round(faster, 1)
-    failed = [what for what, holds in checks.items() if not holds]
     if scale == "smoke":
         verdict, reason = "mechanism-only", "a random model says nothing about how far attention moves."
-    elif failed:
-        verdict, reason = "failed", "not so here: " + "; ".join(failed) + "."
     else:
-        verdict, reason = "reproduced", ""
+        verdict, reason = by_checks(checks)
     expected = {"checks": f"cosine {PROTOTYPE['outside']} outside, {PROTOTYPE['inside']} inside",
                 "kl, agreement, prefix reads": {k: v for k, v in PROTOTYPE.items() if isinstance(v, tuple)}}
     return Outcome(measured, expected, checks, verdict, reason, [SEED], [*table, {"method": "one layer", **seconds}])

@@ -33,7 +33,7 @@ from longspan.cache.top_p import calibrate, probabilities, top_p_sets, top_p_siz
 from longspan.decoding import end_ids, greedy, read
 from longspan.evaluation.statistics import mean_interval
 from longspan.evaluation.words import NOUNS
-from longspan.experiments.base import Experiment, Outcome
+from longspan.experiments.base import Experiment, Outcome, by_checks
 from longspan.experiments.hidden import plain_prose
 from longspan.kernels import attend
 from longspan.models import LayerCall, Loaded, Prompt, load
@@ -342,8 +342,7 @@ def measure_paper(progress: Callable[[str], None]) -> Outcome:
             table.append({"method": name, "budget": budget, "accuracy": 100 * float(np.mean(right)), "n": len(right)})
     accuracy = {(row["method"], row["budget"]): row["accuracy"] for row in table}
     checks = {f"budget {b}: above SnapKV": accuracy["hard-kv", b] > accuracy["snapkv", b] for b in PAPER["budgets"][:2]}
-    failed = [name for name, holds in checks.items() if not holds]
-    verdict, reason = ("failed", "not so here: " + "; ".join(failed) + ".") if failed else ("reproduced", "")
+    verdict, reason = by_checks(checks)
     return Outcome({f"{name}, {b}": round(a, 1) for (name, b), a in accuracy.items()},
                    {"SnapKV -> HARD-KV": "6.2 / 21.3 / 57.7 -> 13.3 / 40.2 / 56.7"}, checks, verdict, reason, [], table)
 

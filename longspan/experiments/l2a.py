@@ -31,7 +31,7 @@ import torch.nn.functional as F
 from jaxtyping import Bool
 from torch import Tensor
 
-from longspan.experiments.base import Experiment, Outcome
+from longspan.experiments.base import Experiment, Outcome, by_checks
 from longspan.experiments.l2a_identities import identities
 from longspan.layers.attention.l2a import FIRES, L2A, prune
 from longspan.layers.attention.softmax import Softmax
@@ -277,11 +277,10 @@ def outcome(scale: str, table: list[dict[str, Any]], best: str, same: dict[str, 
                 "accuracy by price": {name: rows[f"l2a {name}"]["accuracy"] for name in PRICES},
                 "firing at questions over fillers": chosen["ratio"], "cost of pruning": cost,
                 "bundled model": same["measured"], "size": size}
-    failed = [name for name, holds in checks.items() if not holds]
     if scale == "smoke":
         verdict, reason = "mechanism-only", "a few steps teach nothing; only the machinery is tried."
     else:
-        verdict, reason = ("failed", "not so here: " + "; ".join(failed) + ".") if failed else ("reproduced", "")
+        verdict, reason = by_checks(checks)
     return Outcome(measured, EXPECTED, checks, verdict, reason, [SEED], table)
 
 

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from longspan.context import Context
 from longspan.evaluation.texts import load_text
-from longspan.experiments.base import Experiment, Outcome
+from longspan.experiments.base import Experiment, Outcome, by_checks
 from longspan.models import LayerCall, find_parts, load
 from longspan.models.frequency_kernels import (
     HeadScores,
@@ -198,13 +198,10 @@ def judged(scale: str, scores: HeadScores, backwards: Tensor, changed: dict[str,
     expected = {"pearson with success": "rps at least 0.52, s_dist at least 0.4",
                 f"success of the {TOP} best": "rps at least 0.7",
                 "accuracy": "best silenced at most 0.2, random silenced at least 0.6"}
-    failed = [name for name, holds in checks.items() if not holds]
     if scale == "smoke":
         verdict, reason = "mechanism-only", "two short prompts give no success rates."
-    elif failed:
-        verdict, reason = "failed", "not so here: " + "; ".join(failed) + "."
     else:
-        verdict, reason = "reproduced", ""
+        verdict, reason = by_checks(checks)
     return Outcome(measured, expected, checks, verdict, reason, [SEED], table)
 
 

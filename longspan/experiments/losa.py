@@ -20,7 +20,7 @@ from torch import Tensor
 from longspan.decoding.blocks import Denoising
 from longspan.decoding.denoising.losa import LoSA, movement
 from longspan.decoding.denoising.quest_rows import QuestRows
-from longspan.experiments.base import Experiment, Outcome
+from longspan.experiments.base import Experiment, Outcome, by_checks
 from longspan.experiments.block_replay import (
     Seen,
     held_out_prefixes,
@@ -127,13 +127,10 @@ def judged(scale: str, table: list[dict[str, Any]], shares: list[float], faster:
                                        "density": [round(rows[name, b]["density"], 3) for b in budgets]} for name in variants(1)}
     measured |= {"k=0": {"kl": round(rows["k=0", 0]["kl"], 4)}, "share of the five top rows": [round(s, 3) for s in shares],
                  "one layer, times faster": round(faster, 2)}
-    failed = [what for what, holds in checks.items() if not holds]
     if scale == "smoke":
         verdict, reason = "mechanism-only", "a random model says nothing about how local changes are."
-    elif failed:
-        verdict, reason = "failed", "not so here: " + "; ".join(failed) + "."
     else:
-        verdict, reason = "reproduced", ""
+        verdict, reason = by_checks(checks)
     return Outcome(measured, PROTOTYPE, checks, verdict, reason, [SEED], table)
 
 

@@ -23,7 +23,7 @@ from longspan.context import Context
 from longspan.evaluation.calibration import Reading, calibration
 from longspan.evaluation.measure import kept_tokens
 from longspan.evaluation.profiling import gather
-from longspan.experiments.base import Experiment, Outcome
+from longspan.experiments.base import Experiment, Outcome, by_checks
 from longspan.models import Loaded, load, profiles
 from longspan.models.profiles import Evidence, Profile
 from longspan.recipe import Recipe
@@ -82,9 +82,8 @@ def outcome(table: list[dict[str, Any]], size: dict[str, Any]) -> Outcome:
         "loss": [round(figure(table, name, evicted, budget, "loss"), 3) for budget in ALLOCATORS],
         "nll": [round(figure(table, name, evicted, budget, "answer_nll"), 2) for budget in ALLOCATORS],
     } for name in size["scores"] for evicted in size["evicted"]}
-    failed = [what for what, holds in checks.items() if not holds]
     expected = {"order": list(ALLOCATORS), **{name: PUBLISHED[name] for name in measured}}
-    verdict, reason = ("failed", "not so here: " + "; ".join(failed) + ".") if failed else ("reproduced", "")
+    verdict, reason = by_checks(checks)
     return Outcome(measured, expected, checks, verdict, reason, [size["seed"]], table)
 
 

@@ -27,7 +27,7 @@ from longspan.context import Context
 from longspan.context.document import frame
 from longspan.evaluation import Request, parse_task, run
 from longspan.evaluation.words import NOUNS
-from longspan.experiments.base import Experiment, Outcome
+from longspan.experiments.base import Experiment, Outcome, by_checks
 from longspan.experiments.hidden import hide, plain_prose
 from longspan.kernels import attend
 from longspan.models import LayerCall, load
@@ -252,13 +252,10 @@ def judged(scale: str, size: dict[str, Any], rows: list[dict[str, Any]], agree: 
     expected = {f"aware, {first:.0%}: error / attention's": f"at most {AWARE_MOST}",
                 f"aware, {first:.0%}: answer NLL": f"VK at least {NLL_GAIN} below attention"}
     expected |= {f"agnostic, {b:.0%}: error / attention's": f"at most {AGNOSTIC_MOST[b]}" for b in size["agnostic"]}
-    failed = [name for name, holds in checks.items() if not holds]
     if scale == "smoke" and agree:
         verdict, reason = "mechanism-only", "one short example says nothing about means."
-    elif failed:
-        verdict, reason = "failed", "not so here: " + "; ".join(failed) + "."
     else:
-        verdict, reason = "reproduced", ""
+        verdict, reason = by_checks(checks)
     return Outcome(measured, expected, checks, verdict, reason, [SEED], table)
 
 
@@ -281,8 +278,7 @@ def measure_paper(progress: Callable[[str], None]) -> Outcome:
               for c in ("after-question", "before-question") for v in ("K", "VK")}
     measured = {f"{c}, {v}": round(m, 1) for (c, v), m in means.items()}
     expected = {"after-question": "75.7 -> 81.6 (K), 81.9 (VK)", "before-question": "43.0 -> 55.0 (K), 55.2 (VK)"}
-    failed = [name for name, holds in checks.items() if not holds]
-    verdict, reason = ("failed", "not so here: " + "; ".join(failed) + ".") if failed else ("reproduced", "")
+    verdict, reason = by_checks(checks)
     return Outcome(measured, expected, checks, verdict, reason, [42], table)
 
 

@@ -28,7 +28,7 @@ from longspan.context.document import Context, frame
 from longspan.evaluation import Request, parse_task, run
 from longspan.evaluation.statistics import mean_interval
 from longspan.evaluation.words import NOUNS
-from longspan.experiments.base import Experiment, Outcome
+from longspan.experiments.base import Experiment, Outcome, by_checks
 from longspan.experiments.hidden import plain_prose
 from longspan.models import Loaded, find_parts, load
 from longspan.models.profiles import model_key
@@ -249,13 +249,10 @@ def judged(scale: str, size: dict[str, Any], rows: list[dict[str, Any]], agree: 
     measured[f"seconds to the first token, {size['timed']} tokens (information)"] = seconds
     expected: dict[str, Any] = {"KL of ProphetKV at r = 0.2": f"at most {MOST} of the others'", "KL in the trial": PUBLISHED,
                                 "share recomputed in the answer's chunk": "ProphetKV's above CacheBlend's"}
-    failed = [name for name, holds in checks.items() if not holds]
     if scale == "smoke" and agree:
         verdict, reason = "mechanism-only", "one short example says nothing about means."
-    elif failed:
-        verdict, reason = "failed", "not so here: " + "; ".join(failed) + "."
     else:
-        verdict, reason = "reproduced", ""
+        verdict, reason = by_checks(checks)
     return Outcome(measured, expected, checks, verdict, reason, [SEED], table)
 
 
@@ -282,8 +279,7 @@ def measure_paper(progress: Callable[[str], None]) -> Outcome:
              for name, recipe in recipes.items()}
     checks = {"at least 96 % of the full prefill's accuracy": means["prophetkv"] >= 0.96 * means["full"]}
     checks |= {f"at least 8.8 % above {name}": means["prophetkv"] >= 1.088 * means[name] for name in names[1:]}
-    failed = [name for name, holds in checks.items() if not holds]
-    verdict, reason = ("failed", "not so here: " + "; ".join(failed) + ".") if failed else ("reproduced", "")
+    verdict, reason = by_checks(checks)
     expected = {"prophetkv": "96-101 % of the full prefill's accuracy, 8.8-24.9 % above the others on RULER"}
     table = [{"recipe": name, "score": score, "n": len(rows) // len(recipes)} for name, score in means.items()]
     return Outcome(dict(means), expected, checks, verdict, reason, [SEED], table)

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from longspan.context import Context
 from longspan.evaluation.texts import load_text
-from longspan.experiments.base import Experiment, Outcome
+from longspan.experiments.base import Experiment, Outcome, by_checks
 from longspan.kernels import ReadPlan, block_sparse_attention
 from longspan.kernels.plan import visible_blocks
 from longspan.models import LayerCall, Loaded, load, profiles
@@ -173,13 +173,10 @@ def judged(scale: str, table: list[dict[str, Any]], nll: dict[str, Any]) -> Outc
                                 for way in PROTOTYPE}
     expected |= {f"mean pooling at tau={JUDGED}: error": MEAN_POOL_ERROR, "sink and local: density, error": list(SINK_LOCAL),
                  "calibrated": f"mean |dNLL| at most {MOST_NLL_GAP}"}
-    failed = [name for name, holds in checks.items() if not holds]
     if scale == "smoke":
         verdict, reason = "mechanism-only", "one layer over a short text says nothing about means."
-    elif failed:
-        verdict, reason = "failed", "not so here: " + "; ".join(failed) + "."
     else:
-        verdict, reason = "reproduced", ""
+        verdict, reason = by_checks(checks)
     return Outcome(measured, expected, checks, verdict, reason, [SEED], table)
 
 

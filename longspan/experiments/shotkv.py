@@ -30,7 +30,7 @@ from longspan.evaluation.base import Example, answer_ids, prompt_parts, token_sp
 from longspan.evaluation.fundamental import Harness, relative_change
 from longspan.evaluation.runner import parse_task
 from longspan.evaluation.statistics import paired
-from longspan.experiments.base import Experiment, Outcome
+from longspan.experiments.base import Experiment, Outcome, by_checks
 from longspan.models import Loaded, load
 from longspan.recipe import Recipe
 from longspan.registry import Card, Refused
@@ -241,8 +241,7 @@ def measure_paper(progress: Callable[[str], None]) -> Outcome:
     expected = {"LG-GSM8K, full 46.00; 40 / 30 / 25 %": {
         "shotkv": [47.33, 38.33, 26.83], "streaming-llm": [39.50, 14.83, 6.33], "h2o": [32.66, 19.83, 14.83]},
         "many-shot GSM8K, full 82.35; 10 %": {"shotkv": 80.37, "streaming-llm": 74.32, "h2o": 51.27}}
-    failed = [name for name, holds in checks.items() if not holds]
-    verdict, reason = ("failed", "not so here: " + "; ".join(failed) + ".") if failed else ("reproduced", "")
+    verdict, reason = by_checks(checks)
     return Outcome(measured, expected, checks, verdict, reason, [0], table)
 
 

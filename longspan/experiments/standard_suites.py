@@ -16,7 +16,7 @@ import numpy as np
 
 from longspan.evaluation import Request, parse_task, run
 from longspan.evaluation.statistics import mean_interval
-from longspan.experiments.base import Experiment, Outcome
+from longspan.experiments.base import Experiment, Outcome, by_checks
 from longspan.models import load
 from longspan.recipe import Recipe
 
@@ -64,8 +64,7 @@ def measure(scale: str, progress: Callable[[str], None]) -> Outcome:
                 "word perplexity": {k: round(v, 1) for k, v in word.items()}}
     expected = {"single-1": "at least 0.8", "single-1 minus multikey-3": "at least 0.4", "needles cut away": "at most 0.1",
                 "needles kept": "at least 0.8"}
-    failed = [name for name, holds in checks.items() if not holds]
-    verdict, reason = ("failed", "not so here: " + "; ".join(failed) + ".") if failed else ("reproduced", "")
+    verdict, reason = by_checks(checks)
     return Outcome(measured, expected, checks, verdict, reason, [42], table)
 
 

@@ -6,6 +6,6 @@ says which tokens take part in a layer at all; selectors then plan among those.
 """
 
 from longspan.prefill.base import ReadContext, Selector, TokenSubset
-from longspan.prefill.reading import read_rows
+from longspan.prefill.reading import PairCount, read_rows
 
-__all__ = ["ReadContext", "Selector", "TokenSubset", "read_rows"]
+__all__ = ["PairCount", "ReadContext", "Selector", "TokenSubset", "read_rows"]

@@ -198,11 +198,17 @@ def keep_top_p(weights: Float[Tensor, "... N"], p: float, first: Bool[Tensor, ".
     """
     if p >= 1:
         return torch.ones_like(weights, dtype=torch.bool)
+    return keep_mass(weights, p * weights.sum(-1), first)
+
+
+def keep_mass(weights: Float[Tensor, "... N"], mass: Float[Tensor, ...], first: Bool[Tensor, "... N"] | None = None
+              ) -> Bool[Tensor, "... N"]:
+    """The smallest set, `first` and then by falling weight, that holds `mass` of each row; all where a row has less."""
     lifted = weights if first is None else weights.masked_fill(first, torch.inf)
     ranked, order = lifted.sort(dim=-1, descending=True, stable=True)
     if first is not None:
         ranked = weights.gather(-1, order)
-    kept = ranked.cumsum(-1) - ranked < p * weights.sum(-1, keepdim=True)
+    kept = ranked.cumsum(-1) - ranked < mass[..., None]
     kept = torch.empty_like(kept).scatter_(-1, order, kept)
     return kept if first is None else kept | first
 
@@ -221,7 +227,26 @@ def keep_top_k(weights: Float[Tensor, "... N"], k: int | Tensor) -> Bool[Tensor,
     return above | (level & (level.cumsum(-1) <= k - above.sum(-1, keepdim=True)))
 
 
-# ---------------------------------------------------------------------------------------------------------- last rows
+# --------------------------------------------------------------------------------------------------------- exact rows
+
+
+def attention_rows(x: ReadContext, at: Int[Tensor, " n"], seen: int, keys: Float[Tensor, "B Hkv D S"] | None = None
+                   ) -> Float[Tensor, "B Hq n seen"]:
+    """Exact attention weights of the query rows `at` over the first `seen` keys, float32; rows of padding are 0.
+
+    `keys` are those of `x` in float32, transposed, for callers that ask more than once.
+    """
+    B, heads, _, D = x.q.shape
+    keys = x.k.float().mT if keys is None else keys
+    queries = (x.q[:, :, at].float() * x.scale).reshape(B, x.k.shape[1], -1, D)
+    logits = (queries @ keys[..., :seen]).view(B, heads, len(at), seen)
+    own = x.k_len - x.q_len + at
+    first = int(own[0]) + 1  # earlier keys are open to every row
+    logits[..., first:].masked_fill_(torch.arange(first, seen, device=at.device) > own[:, None], -torch.inf)
+    if x.valid is None:
+        return logits.softmax(-1)
+    weights = logits.masked_fill_(~x.valid[:, None, None, :seen], -torch.inf).softmax(-1)
+    return torch.nan_to_num(weights, nan=0.0).masked_fill(~x.valid[:, None, own, None], 0.0)
 
 
 def last_rows_attention(x: ReadContext, rows: int) -> Float[Tensor, "B Hq rows S"]:
@@ -229,14 +254,7 @@ def last_rows_attention(x: ReadContext, rows: int) -> Float[Tensor, "B Hq rows S
 
     Rows of padding are 0.
     """
-    rows, (B, heads, _, D), key_heads = min(rows, x.q_len), x.q.shape, x.k.shape[1]
-    queries = (x.q[:, :, x.q_len - rows:].float() * x.scale).reshape(B, key_heads, -1, D)
-    logits = (queries @ x.k.float().mT).view(B, heads, rows, x.k_len)
-    later = torch.ones(rows, rows, dtype=torch.bool, device=x.q.device).triu(1)
-    logits[..., x.k_len - rows:].masked_fill_(later, -torch.inf)
-    if x.valid is None:
-        return logits.softmax(-1)
-    return masked_softmax(logits, x.valid[:, None, None] & x.valid[:, None, x.k_len - rows:, None])
+    return attention_rows(x, torch.arange(max(0, x.q_len - rows), x.q_len, device=x.q.device), x.k_len)
 
 
 def diagonal_sums(attention: Float[Tensor, "B H rows S"]) -> Float[Tensor, "B H S"]:

@@ -12,7 +12,7 @@ padding: it gets what it would get alone.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import torch
 from jaxtyping import Float, Int
@@ -26,6 +26,18 @@ from longspan.prefill.base import ReadContext, Selector, TokenSubset, check_cont
 DENSE_BLOCK = 128
 Slots = slice | Tensor
 Read = tuple[Float[Tensor, "B Hq T D"], float]
+
+
+@dataclass
+class PairCount:
+    """Query-key pairs computed while reading prompts, against causal attention's."""
+
+    computed: float = 0.0
+    causal: float = 0.0
+
+    @property
+    def density(self) -> float:
+        return self.computed / self.causal if self.causal else 1.0
 
 
 def read_rows(x: ReadContext, selector: Selector | None, subsets: Sequence[TokenSubset] = ()) -> Read:

@@ -15,7 +15,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from longspan.kernels.plan import ReadPlan
-from longspan.prefill.base import ReadContext, Selector, forced, keep_top_k, readable
+from longspan.prefill.base import ReadContext, Selector, attention_rows, forced, keep_mass, keep_top_k, readable
 from longspan.registry import Refused, knob, method
 
 
@@ -72,37 +72,10 @@ class SampleAttention(Selector):
         else:
             asked = sums.new_full((1, 1), n) if x.valid is None else x.valid[:, own[:, 0]].sum(-1)[:, None].clamp(min=1)
             beyond = sums.sum(-1) / asked  # the share that isn't near
-            chosen = top_mass(sums / asked[..., None], (self.alpha - 1 + beyond).clamp(min=0.0))
+            chosen = keep_mass(sums / asked[..., None], (self.alpha - 1 + beyond).clamp(min=0.0))
         if x.valid is not None:
             chosen = chosen & x.valid[:, None, :seen]
         return F.pad(chosen, (0, x.k_len - seen))
-
-
-def top_mass(weights: Float[Tensor, "B H S"], mass: Float[Tensor, "B H"]) -> Bool[Tensor, "B H S"]:
-    """The fewest entries of every head, by falling weight, that hold `mass`; all where there is less."""
-    order = weights.sort(dim=-1, descending=True, stable=True).indices
-    ranked = weights.gather(-1, order)
-    kept = (ranked.cumsum(-1) - ranked < mass[..., None]) & (ranked > 0)
-    return torch.zeros_like(kept).scatter(-1, order, kept)
-
-
-def attention_rows(x: ReadContext, at: Int[Tensor, " n"], seen: int, keys: Float[Tensor, "B Hkv D S"] | None = None
-                   ) -> Float[Tensor, "B Hq n seen"]:
-    """Exact attention weights of the query rows `at` over the first `seen` keys, float32; rows of padding are 0.
-
-    `keys` are those of `x` in float32, transposed, for callers that ask more than once.
-    """
-    B, heads, _, D = x.q.shape
-    keys = x.k.float().mT if keys is None else keys
-    queries = (x.q[:, :, at].float() * x.scale).reshape(B, x.k.shape[1], -1, D)
-    logits = (queries @ keys[..., :seen]).view(B, heads, len(at), seen)
-    own = x.k_len - x.q_len + at
-    first = int(own[0]) + 1  # earlier keys are open to every row
-    logits[..., first:].masked_fill_(torch.arange(first, seen, device=at.device) > own[:, None], -torch.inf)
-    if x.valid is None:
-        return logits.softmax(-1)
-    weights = logits.masked_fill_(~x.valid[:, None, None, :seen], -torch.inf).softmax(-1)
-    return torch.nan_to_num(weights, nan=0.0).masked_fill(~x.valid[:, None, own, None], 0.0)
 
 
 def listed(found: list[Bool[Tensor, "B H S"]], repeats: list[int]) -> tuple[Int[Tensor, "B H G+1"], Int[Tensor, " m"]]:
@@ -119,4 +92,4 @@ def listed(found: list[Bool[Tensor, "B H S"]], repeats: list[int]) -> tuple[Int[
     return torch.cat((ends[..., :1] - sizes[..., :1], ends), -1), torch.cat(columns)
 
 
-__all__ = ["SampleAttention", "attention_rows", "listed", "top_mass"]
+__all__ = ["SampleAttention", "listed"]

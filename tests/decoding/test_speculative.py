@@ -110,7 +110,7 @@ def test_useless_drafts_cost_less_than_a_tenth(cost, steps):
     for _ in range(steps):
         propose = pays.propose()
         spent += cost if propose else 1.0
-        pays.round(1, cost) if propose else pays.step(1.0)
+        pays.round(0, 1, cost) if propose else pays.step(1.0)
     assert spent < 1.1 * steps
 
 
@@ -127,7 +127,7 @@ def test_a_first_round_that_sets_things_up_is_forgiven():
     pays = Pays()
     for _ in range(2):
         pays.step(1.0)
-    pays.round(1, 500.0)
+    pays.round(0, 1, 500.0)
     waited = 0
     while not pays.propose():
         pays.step(1.0)
@@ -141,7 +141,15 @@ def test_drafts_that_pay_never_rest():
     pays.step(1.0)
     for _ in range(100):
         assert pays.propose()
-        pays.round(3, 1.8)
+        pays.round(2, 2, 1.8)
+
+
+def test_few_tokens_are_proposed_until_some_stood():
+    pays, seen = Pays(recent=[1.0, 1.0]), []
+    for accepted, proposed in ((1, 1), (2, 2), (4, 4), (3, 8), (0, 6)):
+        seen.append(pays.most)
+        pays.round(accepted, proposed, 1.0)
+    assert [*seen, pays.most] == [1, 2, 4, 8, 6, 1]
 
 
 def test_old_gains_are_forgotten():
@@ -149,10 +157,10 @@ def test_old_gains_are_forgotten():
     for _ in range(2):
         pays.step(1.0)
     for _ in range(1000):
-        pays.round(8, 2.0)
+        pays.round(7, 7, 2.0)
     tries = 0
     while pays.propose() and tries < 1000:
-        pays.round(1, 11.0)
+        pays.round(0, 7, 11.0)
         tries += 1
     assert tries < 60  # a share of the 8,000 tokens written, and the four steps saved
 

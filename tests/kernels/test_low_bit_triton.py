@@ -2,27 +2,12 @@
 
 from __future__ import annotations
 
-import importlib.util
-import os
-import subprocess
-import sys
-import textwrap
-
 import pytest
 import torch
+from triton_process import needs_triton, run
 
 from longspan.kernels import low_bit_triton
 from longspan.kernels.low_bit import LowBit, important_blocks
-
-needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
-
-
-def run(code: str, **environment: str) -> str:
-    """Run `code` in a process of its own: the interpreter is chosen when Triton is imported."""
-    done = subprocess.run([sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True, check=False,
-                          env=os.environ | environment, timeout=600)  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    return done.stdout
 
 
 def test_it_is_refused_where_it_cannot_run(monkeypatch):

@@ -7,7 +7,8 @@ from tiny_models import tiny, tiny_ids
 from longspan import Recipe
 from longspan.kernels import attend_reference
 from longspan.prefill import ReadContext, read_rows
-from longspan.prefill.sample_attention import SampleAttention, attention_rows
+from longspan.prefill.base import attention_rows
+from longspan.prefill.sample_attention import SampleAttention
 from longspan.registry import Refused
 
 

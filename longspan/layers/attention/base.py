@@ -156,7 +156,18 @@ class AttentionModule(MixerModule):
         self, x: Float[Tensor, "B T C"], ctx: Context, state: MixerState | None = None
     ) -> tuple[Float[Tensor, "B T C"], KVState]:
         assert state is None or isinstance(state, KVState)
-        position, T = ctx.position, x.shape[1]
+        q, held, bias = self.read(x, ctx, state)
+        out = self.output(self.mix(q, held, who_sees_whom(held, x.shape[1], self.window), bias), x)
+        if self.window is not None:
+            assert ctx.after is not None
+            held = held.newest(self.window, ctx.after.total)
+        return out, held
+
+    def read(
+        self, x: Float[Tensor, "B T C"], ctx: Context, state: KVState | None
+    ) -> tuple[Float[Tensor, "B H T D"], KVState, Float[Tensor, "#B #H T S"] | None]:
+        """Rotated queries of this call's tokens, all keys and values held with them, and the position bias."""
+        position = ctx.position
         q, k, v = self.project(x, ctx)
         if position.per_query_head and self.n_kv_heads != self.n_heads:
             k, v = (t.repeat_interleave(self.n_heads // self.n_kv_heads, 1) for t in (k, v))
@@ -166,12 +177,7 @@ class AttentionModule(MixerModule):
         order = ctx.order if self.window is not None else None
         new = KVState(k, v, places if biased or self.keeps_places else None, order, ctx.valid, ctx.segments)
         held = new if state is None else state.extend(new)
-        bias = position.bias(places, held.places) if biased and held.places is not None else None
-        out = self.output(self.mix(q, held, who_sees_whom(held, T, self.window), bias), x)
-        if self.window is not None:
-            assert ctx.after is not None
-            held = held.newest(self.window, ctx.after.total)
-        return out, held
+        return q, held, position.bias(places, held.places) if biased and held.places is not None else None
 
     def project(self, x: Float[Tensor, "B T C"], ctx: Context) -> tuple[Tensor, Tensor, Tensor]:
         """Queries (B,H,T,D), keys and values (B,Hkv,T,D) of the tokens of this call."""

@@ -97,18 +97,9 @@ class GlobalAttention(AttentionModule):
         """
         if gate.m.shape != u.shape[:2]:
             raise ValueError(f"the gate {tuple(gate.m.shape)} doesn't fit the tokens {tuple(u.shape[:2])}")
-        position, T = ctx.position, u.shape[1]
-        q, k, v = self.project(u, ctx)
-        if position.per_query_head and self.n_kv_heads != self.n_heads:
-            k, v = (t.repeat_interleave(self.n_heads // self.n_kv_heads, 1) for t in (k, v))
-        places = position.places(u, ctx)
-        q, k = position.rotate(q, k, places)
-        biased = "bias" in position.hooks
-        new = KVState(k, v, places if biased else None, None, ctx.valid, ctx.segments)
-        held = new if state is None else state.extend(new)
-        bias = position.bias(places, held.places) if biased and held.places is not None else None
+        q, held, bias = self.read(u, ctx, state)
         rows = torch.ones_like(gate.m) if all_rows else gate.m
-        out = attend_rows(q, held.k, held.v, rows, mask=who_sees_whom(held, T, None).mask, bias=bias)
+        out = attend_rows(q, held.k, held.v, rows, mask=who_sees_whom(held, u.shape[1], None).mask, bias=bias)
         weight = gate.straight_through() if self.training else gate.m
         if all_rows and not leak:
             out = out.masked_fill(~gate.m[:, None, :, None], 0.0)
