@@ -26,7 +26,7 @@ from longspan.evaluation.texts import load_text
 from longspan.experiments.base import machine
 from longspan.registry import knob, method
 
-RECIPES = ("full", "suffix", "layer-skip", "layer-skip(skip=4, gamma=2)", "magicdec", "wrong", "wrong(delay=0.03)")
+RECIPES = ("full", "suffix", "layer-skip", "layer-skip(gamma=2)", "magicdec", "wrong", "wrong(delay=0.03)")
 
 
 class WrongDrafter(Drafter):

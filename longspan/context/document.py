@@ -124,20 +124,20 @@ class Context:
         check_window(self.loaded, len(self.ids) + len(question) + max_new_tokens, "document, question and answer together",
                      self.recipe)
         start = time.perf_counter()
-        with self._on() as run, self._taken_back():
+        with self._on(), self._taken_back():
             logits = self._next_logits(question)
             int(logits.argmax())  # waits for the device
             ttft = time.perf_counter() - start
-            done = self._write(run, question, logits, max_new_tokens, stop)
+            done = self._write(question, logits, max_new_tokens, stop)
         return done, ttft
 
-    def _write(self, run: Run, question: Sequence[int], logits: Tensor, max_new_tokens: int, stop: Sequence[str]) -> Generated:
+    def _write(self, question: Sequence[int], logits: Tensor, max_new_tokens: int, stop: Sequence[str]) -> Generated:
         """The answer, token by token or as the recipe's draft has it."""
         model, tokenizer = self.loaded.model, self.loaded.tokenizer
         ends = end_ids(model, tokenizer)
         if self.recipe.decoding is None:
             return greedy(model, self.cache, logits, max_new_tokens, ends, stop, tokenizer)
-        target = Target(model, self.cache, [*self.ids, *question], run=run, tokenizer=tokenizer, attach=Recipe().on)
+        target = Target(model, self.cache, [*self.ids, *question], tokenizer=tokenizer, attach=Recipe().on)
         return write(target, self.recipe.decoding, logits, max_new_tokens, ends, stop)
 
     def nlls(self, question: Sequence[int], answer: Sequence[int], chunk: int | None = None) -> list[float]:

@@ -35,8 +35,6 @@ class Target:
     """Every token of the sequence so far. The cache has read all of them, or all but the last."""
     law: Law = field(default_factory=Law)
     noise: Noise = field(default_factory=Noise)
-    run: Any = None
-    """The recipe's run on the model, which makes further caches."""
     tokenizer: Any = None
     attach: Callable[[nn.Module], AbstractContextManager[Any]] | None = None
     """Runs another model, such as a draft, under the empty recipe, so that its caches can be looked into."""

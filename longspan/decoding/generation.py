@@ -90,7 +90,7 @@ class DraftedGenerate:
         law = Law(temperature=1.0 if config.do_sample else 0.0, process=process if len(processors) else None)
         # The caller's random state decides, as it does for plain sampling.
         seed = int(torch.randint(1 << 62, ())) if config.do_sample else 0
-        target = Target(model, cache, list(ids), law, Noise((seed,)), self.run, attach=self.attach)
+        target = Target(model, cache, list(ids), law, Noise((seed,)), attach=self.attach)
         return write(target, self.draft, logits, int(config.max_length) - len(pads) - len(ids), (), until=until).ids
 
     def _check(self, config: Any, ids: Tensor, kwargs: dict[str, Any]) -> None:

@@ -53,7 +53,7 @@ def begun(model: Any, ids: Sequence[int]) -> Iterator[Target]:
     """A target that is about to read a text."""
     with Recipe().on(model) as run:
         cache = run.new_cache(Prompt(torch.tensor([list(ids)], device=model.device), len(ids)))
-        yield Target(model, cache, list(ids), run=run, attach=Recipe().on)
+        yield Target(model, cache, list(ids), attach=Recipe().on)
 
 
 def train(model: Any, texts: Sequence[Needle], methods: Iterable[Any], found: dict[str, Tensor], *, again: bool = False,

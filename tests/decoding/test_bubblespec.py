@@ -221,7 +221,7 @@ def written(draft, *, ids, law=None, max_new=24, model=None):
         logits = read(model, ids, cache)[:, 0]
         if draft is None:
             return greedy(model, cache, logits, max_new, [END])
-        return write(Target(model, cache, ids[0].tolist(), law or Law(), Noise((3,)), on), draft, logits, max_new, [END])
+        return write(Target(model, cache, ids[0].tolist(), law or Law(), Noise((3,))), draft, logits, max_new, [END])
 
 
 def test_a_file_of_rollouts_in_a_recipe(tmp_path):

@@ -59,7 +59,7 @@ def begun(run, length=40, model_=None, law=None, seed=0):
     ids = tiny_ids(1, length)
     cache = run.new_cache(Prompt(ids, length))
     logits = read(model_, ids, cache)[:, 0]
-    return Target(model_, cache, ids[0].tolist(), law or Law(), Noise((seed,)), run), logits
+    return Target(model_, cache, ids[0].tolist(), law or Law(), Noise((seed,))), logits
 
 
 def written(draft, law=None, length=40, max_new=16, seed=0):
@@ -335,7 +335,7 @@ def test_other_families(family):
         ids = tiny_ids(1, 30)
         plain = greedy(found, (cache := run.new_cache(Prompt(ids, 30))), read(found, ids, cache)[:, 0], 10, ())
         cache = run.new_cache(Prompt(ids, 30))
-        target = Target(found, cache, ids[0].tolist(), run=run)
+        target = Target(found, cache, ids[0].tolist())
         logits = read(found, ids, cache)[:, 0]
         if family == "gemma2":  # every other layer has a window shorter than the prompt and keeps its own cache
             heads = {"target_heads": "1:0; 3:1", "draft_heads": "3:1"}
@@ -458,7 +458,7 @@ def test_traces_are_what_target_and_draft_attend_to():
     with Recipe().on(found) as run:
         ids = tiny_ids(1, 40)
         cache = run.new_cache(Prompt(ids, 40))
-        target = Target(found, cache, ids[0].tolist(), run=run)
+        target = Target(found, cache, ids[0].tolist())
         made = traces(target, LayerSkip(skip=2), [20, 33], 3, *heads)
         assert [len(t.mass) for t in made] == [20, 33] and all(float(t.mass.sum()) == pytest.approx(1, abs=1e-5) for t in made)
     # once more from scratch: the first 20 tokens, then one row at a time, with all of the target's layers

@@ -23,7 +23,7 @@ def begun(model, run, length=40, law=None, seed=0):
     ids = tiny_ids(1, length)
     cache = run.new_cache(Prompt(ids, length))
     logits = read(model, ids, cache)[:, 0]
-    return Target(model, cache, ids[0].tolist(), law or Law(), Noise((seed,)), run), logits
+    return Target(model, cache, ids[0].tolist(), law or Law(), Noise((seed,))), logits
 
 
 def written(draft, law=None, seed=0, max_new=20):

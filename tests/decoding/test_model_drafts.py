@@ -20,7 +20,7 @@ def start(model, recipe="full", length=40, law=None, seed=0):
     run = context.__enter__()
     cache = run.new_cache(Prompt(ids, length))
     logits = read(model, ids, cache)[:, 0]
-    return context, Target(model, cache, ids[0].tolist(), law or Law(), Noise((seed,)), run, attach=Recipe().on), logits
+    return context, Target(model, cache, ids[0].tolist(), law or Law(), Noise((seed,)), attach=Recipe().on), logits
 
 
 def written(draft, recipe="full", law=None, most=24, model=None):

@@ -23,7 +23,7 @@ def begun(model, run, length=40):
     ids = tiny_ids(1, length)
     cache = run.new_cache(Prompt(ids, length))
     logits = read(model, ids, cache)[:, 0]
-    return Target(model, cache, ids[0].tolist(), run=run), logits
+    return Target(model, cache, ids[0].tolist()), logits
 
 
 def test_no_key_of_a_page_scores_above_its_bound():

@@ -41,7 +41,7 @@ def run(draft, recipe="full", law=None, max_new=20, seed=0, ends=(), length=40):
         logits = read(model, ids, cache)[:, 0]
         if draft is None:
             return greedy(model, cache, logits, max_new, ends)
-        target = Target(model, cache, ids[0].tolist(), law or Law(), Noise((seed,)), on)
+        target = Target(model, cache, ids[0].tolist(), law or Law(), Noise((seed,)))
         done = write(target, draft, logits, max_new, ends)
         assert target.ids == ids[0].tolist() + done.ids
         return done

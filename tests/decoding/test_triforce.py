@@ -89,7 +89,7 @@ def begun(model, run, law_=None, seed=0, length=60):
     ids = tiny_ids(1, length)
     cache = run.new_cache(Prompt(ids, length))
     logits = read(model, ids, cache)[:, 0]
-    return Target(model, cache, ids[0].tolist(), law_ or Law(), Noise((seed,)), run), logits
+    return Target(model, cache, ids[0].tolist(), law_ or Law(), Noise((seed,))), logits
 
 
 def written(draft, law_=None, seed=0, max_new=24):
