@@ -21,7 +21,7 @@ from longspan.registry import Refused, nearest
 SCALES = ("smoke", "small", "paper")
 VERDICTS = ("reproduced", "mechanism-only", "failed")
 FOLDER = Path(__file__).parent
-NOT_EXPERIMENTS = ("__init__", "base", "block_replay", "hidden", "pooling", "l2a_identities")
+NOT_EXPERIMENTS = ("__init__", "base", "block_replay", "byte_lm", "hidden", "pooling", "l2a_identities", "slots")
 
 
 @dataclass

@@ -123,6 +123,12 @@ class Mixer(_Part):
 
     positions: ClassVar[frozenset[str]] = frozenset({"rotate", "bias"})
     """Which hooks of a position scheme the mixer calls; a scheme that needs another one is refused."""
+    usual_position: ClassVar[str | None] = None
+    """The scheme it has if none is asked for; None: ``rope`` where it rotates queries and keys, else ``nope``."""
+
+    def rotated(self, head_dim: int) -> int:
+        """Channels of the queries and keys that a position scheme turns; fewer where the mixer needs some for itself."""
+        return head_dim
 
 
 class Position(_Part):

@@ -36,7 +36,7 @@ CONFIG_FILE, WEIGHTS_FILE = "config.json", "model.safetensors"
 class DecoderConfig:
     """Sizes and parts of a decoder. Parts may be given as methods or by name.
 
-    Without a position scheme it is ``rope`` for mixers that rotate queries and keys, and none for the others.
+    Without a position scheme it is the mixer's usual one: ``rope`` for most that rotate queries and keys, else none.
     """
 
     vocab_size: int
@@ -69,7 +69,7 @@ class DecoderConfig:
         if not 0.0 <= self.dropout < 1.0:
             raise Refused(f"dropout={self.dropout}: expected a share from 0 up to, not including, 1.")
         set_(self, "mixer", choose(self.mixer, "mixer"))
-        default = "rope" if "rotate" in self.mixer.positions else "nope"  # type: ignore[union-attr]
+        default = self.mixer.usual_position or ("rope" if "rotate" in self.mixer.positions else "nope")  # type: ignore[union-attr]
         for name, kind in PARTS.items():
             value = default if name == "position" and self.position is None else getattr(self, name)
             set_(self, name, None if value is None else choose(value, kind))
@@ -153,7 +153,8 @@ class DecoderLayer(nn.Module):
         shape = (config.dim, config.n_heads, config.n_kv_heads, config.head_dim, index, config.n_layers)
         self.mixer_norm = nn.RMSNorm(config.dim, eps=config.eps)
         self.mixer = config.mixer.build(*shape)  # type: ignore[union-attr, arg-type]
-        self.position = config.position.build(*shape)  # type: ignore[union-attr, arg-type]
+        turned = config.mixer.rotated(config.head_dim)  # type: ignore[union-attr, arg-type]
+        self.position = config.position.build(*shape[:3], turned, *shape[4:])  # type: ignore[union-attr, arg-type]
         self.side_path = config.side_path.build(*shape) if config.side_path else None  # type: ignore[union-attr, arg-type]
         self.mlp_norm = nn.RMSNorm(config.dim, eps=config.eps)
         self.mlp = SwiGLU(config.dim, config.mlp_dim)  # type: ignore[arg-type]

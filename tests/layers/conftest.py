@@ -10,14 +10,14 @@ import torch
 
 from longspan.layers import Context, PositionModule
 
-DIM, HEADS, KV_HEADS, HEAD_DIM, TIME = 16, 4, 2, 4, 13
+DIM, HEADS, KV_HEADS, HEAD_DIM, TIME = 16, 4, 2, 16, 13
 TOLERANCE = {"atol": 2e-5, "rtol": 1e-4}
 
 
-def build(method, layer=0, n_layers=2, seed=0):
+def build(method, layer=0, n_layers=2, seed=0, head_dim=HEAD_DIM):
     """A module of `method` at the test size, with weights that are all in use."""
     torch.manual_seed(seed)
-    module = method.build(DIM, HEADS, KV_HEADS, HEAD_DIM, layer, n_layers).eval()
+    module = method.build(DIM, HEADS, KV_HEADS, head_dim, layer, n_layers).eval()
     with torch.no_grad():
         for p in module.parameters():
             if not p.any():
@@ -30,7 +30,9 @@ class Contract:
 
     def __init__(self, method, position=None):
         self.module = build(method)
-        self.position = PositionModule() if position is None else build(position)
+        self.position = PositionModule()
+        if position is not None:
+            self.position = build(position, head_dim=method.rotated(HEAD_DIM))
 
     def run(self, x, cuts=None, valid=None, segments=None, state=None, before=None, positions=None):
         """Outputs and state after reading `x` in pieces of the lengths `cuts`."""

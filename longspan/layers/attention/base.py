@@ -1,8 +1,9 @@
 """What attention operators share: projections, the store of keys and values, who may see whom.
 
 An operator overrides `AttentionModule.mix` alone: it gets rotated queries, all stored keys and values, the visibility
-of keys, and the position bias. What else may differ is a method of its own: `project` (other channels, norms) and
-`output` (gates). Everything about padding, packed documents, windows, chunks and single tokens is here.
+of keys, and the position bias. What else may differ is a method of its own: `project` (other channels), `turned` (norms
+and further channels after the rotation) and `output` (gates). Everything about padding, packed documents, windows,
+chunks and single tokens is here.
 """
 
 from __future__ import annotations
@@ -172,12 +173,18 @@ class AttentionModule(MixerModule):
         if position.per_query_head and self.n_kv_heads != self.n_heads:
             k, v = (t.repeat_interleave(self.n_heads // self.n_kv_heads, 1) for t in (k, v))
         places = position.places(x, ctx)
-        q, k = position.rotate(q, k, places)
+        q, k = self.turned(*position.rotate(q, k, places), ctx)
         biased = "bias" in position.hooks
         order = ctx.order if self.window is not None else None
         new = KVState(k, v, places if biased or self.keeps_places else None, order, ctx.valid, ctx.segments)
         held = new if state is None else state.extend(new)
         return q, held, position.bias(places, held.places) if biased and held.places is not None else None
+
+    def turned(
+        self, q: Float[Tensor, "B H T D"], k: Float[Tensor, "B Hkv T D"], ctx: Context
+    ) -> tuple[Float[Tensor, "B H T D2"], Float[Tensor, "B Hkv T D2"]]:
+        """What is done to rotated queries and keys before keys are stored: norms, channels of their own."""
+        return q, k
 
     def project(self, x: Float[Tensor, "B T C"], ctx: Context) -> tuple[Tensor, Tensor, Tensor]:
         """Queries (B,H,T,D), keys and values (B,Hkv,T,D) of the tokens of this call."""

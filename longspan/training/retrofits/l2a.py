@@ -9,6 +9,7 @@ MLP and the embeddings stay. Afterwards the global path of the layers that skip 
 from __future__ import annotations
 
 import copy
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -22,11 +23,12 @@ from longspan.registry import Refused, knob, method
 from longspan.training.base import Batches
 from longspan.training.l2a import firing_rates
 from longspan.training.retrofits.base import ENTRY, Retrofit, Tuned
+from longspan.training.retrofits.remembering import prepare
 from longspan.training.retrofits.two_stores import (
     NormedProjection,
     TwoAttentions,
+    TwoStoreCache,
     converted,
-    prepare,
     second_projections,
 )
 
@@ -58,7 +60,7 @@ class L2ARetrofit(Retrofit):
             _fits(parts, i)
         for i in chosen:
             self._convert_layer(parts, i)
-        parts.decoder.register_forward_pre_hook(prepare, with_kwargs=True)
+        parts.decoder.register_forward_pre_hook(functools.partial(prepare, kind=TwoStoreCache), with_kwargs=True)
 
     def _chosen(self, parts: Parts) -> list[int]:
         if self.layers is not None:

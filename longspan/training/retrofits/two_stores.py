@@ -3,8 +3,7 @@
 A pre-norm decoder layer of transformers computes ``x + self_attn(input_layernorm(x))``. The converted layer's
 ``input_layernorm`` does nothing, so that ``self_attn`` sees the residual stream itself: it applies the norm, runs the
 mixer of `longspan.layers.attention.l2a` with the model's own projections and rotations, and returns what both
-attentions add. A hook before each forward of the decoder puts a cache of ours in place of an empty one of transformers'
-and says which tokens are padding, where documents begin, and where each row stands.
+attentions add.
 """
 
 from __future__ import annotations
@@ -15,15 +14,14 @@ from typing import Any
 
 from jaxtyping import Float, Int
 from torch import Tensor, nn
-from transformers import DynamicCache
 from transformers.cache_utils import CacheLayerMixin
 
-from longspan.layers import Context, Cursor, PositionModule
+from longspan.layers import PositionModule
 from longspan.layers.attention.l2a import L2AModule, L2AState
 from longspan.models import Parts
-from longspan.models.hook import cache_keyword
 from longspan.registry import Refused
 from longspan.training.retrofits.base import CONTEXT
+from longspan.training.retrofits.remembering import RememberingCache
 
 
 class Rotary(PositionModule):
@@ -130,101 +128,18 @@ class TwoStores(CacheLayerMixin):
         raise RuntimeError("the layer fills its two stores itself")
 
 
-class TwoStoreCache(DynamicCache):
+class TwoStoreCache(RememberingCache):
     """A cache of a converted model: `TwoStores` for converted layers, transformers' own for the others."""
 
     def __init__(self, decoder: Any):
-        super().__init__(config=decoder.config)
+        super().__init__(decoder)
         for layer in converted(decoder):
             self.layers[layer] = TwoStores()
-        self.cursor: Cursor | None = None
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes held by all layers."""
-        return sum(_layer_bytes(layer) for layer in self.layers)
-
-    def layer_bytes(self) -> list[int]:
-        """Bytes held, layer by layer."""
-        return [_layer_bytes(layer) for layer in self.layers]
-
-    def reorder_cache(self, beam_idx: Int[Tensor, " B2"]) -> None:
-        super().reorder_cache(beam_idx)  # type: ignore[arg-type]
-        self.cursor = None if self.cursor is None else self.cursor.reorder(beam_idx)
-
-    def batch_repeat_interleave(self, repeats: int) -> None:
-        super().batch_repeat_interleave(repeats)
-        self.cursor = None if self.cursor is None else self.cursor.map(lambda t: t.repeat_interleave(repeats, 0))
-
-    def batch_select_indices(self, indices: Int[Tensor, " B2"]) -> None:
-        super().batch_select_indices(indices)
-        self.cursor = None if self.cursor is None else self.cursor.reorder(indices)
-
-    def reset(self) -> None:
-        super().reset()
-        self.cursor = None
-
-
-def _layer_bytes(layer: Any) -> int:
-    if isinstance(layer, TwoStores):
-        return layer.nbytes
-    return sum(t.untyped_storage().nbytes() for t in (layer.keys, layer.values) if t is not None)
 
 
 def converted(decoder: Any) -> list[int]:
     """The layers of a decoder that hold two attentions."""
     return [i for i, layer in enumerate(decoder.layers) if isinstance(layer.self_attn, TwoAttentions)]
-
-
-# ------------------------------------------------------------------------------------------------------------- the hook
-
-
-def prepare(decoder: Any, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
-    """Before a forward of the decoder: the cache, and the context of the tokens given."""
-    if _or_config(decoder, kwargs, "output_attentions"):
-        raise Refused("output_attentions=True can't be served by a model with two attentions a layer; leave it out.")
-    kwargs = dict(kwargs)
-    cache = kwargs[cache_keyword(decoder)] = _cache(decoder, kwargs.get(cache_keyword(decoder)), kwargs)
-    if kwargs.get(CONTEXT) is None:
-        given = kwargs.get("input_ids", args[0] if args else None)
-        given = kwargs["inputs_embeds"] if given is None else given
-        kwargs[CONTEXT] = _context(given, kwargs, None if cache is None else cache.cursor)
-    if cache is not None:
-        cache.cursor = kwargs[CONTEXT].after
-    return args, kwargs
-
-
-def _cache(decoder: Any, given: Any, kwargs: dict[str, Any]) -> TwoStoreCache | None:
-    if isinstance(given, TwoStoreCache):
-        return given
-    if given is None:
-        return TwoStoreCache(decoder) if _or_config(decoder, kwargs, "use_cache") else None
-    if type(given) is DynamicCache and not given.get_seq_length() and not given.offloading:
-        return TwoStoreCache(decoder)
-    raise Refused(f"the cache given ({type(given).__name__}) doesn't know local and global stores; expected none, an empty "
-                  "DynamicCache, or one that this model made.")
-
-
-def _context(tokens: Tensor, kwargs: dict[str, Any], before: Cursor | None) -> Context:
-    """Padding from the 2-D mask; packed documents where, without a mask, position ids start again."""
-    (B, T), mask, positions = tokens.shape[:2], kwargs.get("attention_mask"), kwargs.get("position_ids")
-    valid = segments = None
-    if mask is not None:
-        if mask.ndim != 2:
-            raise Refused(f"attention_mask of shape {tuple(mask.shape)}: expected (rows, tokens), 1 for real tokens.")
-        valid = mask[:, -T:].bool()
-        if bool(valid.all()):
-            valid = None
-    elif positions is not None and before is None and T > 1:
-        jumps = positions.diff(dim=1) != 1
-        if bool(jumps.any()):
-            segments = nn.functional.pad(jumps.cumsum(1), (1, 0)).expand(B, T)
-    return Context.of(B, T, valid=valid, segments=segments, before=before, device=tokens.device)
-
-
-def _or_config(decoder: Any, kwargs: dict[str, Any], name: str) -> bool:
-    value = kwargs.get(name)
-    return bool(getattr(decoder.config, name, False) if value is None else value)
 
 
 def second_projections(attention: nn.Module) -> dict[str, nn.Module]:
