@@ -20,7 +20,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(Path(__file__).resolve().parent), str(ROOT)]
 
-from rendering import blind_spot, cards, combinations, commands, results, sweep  # noqa: E402
+from rendering import arena, blind_spot, cards, combinations, commands, results, sweep  # noqa: E402
 from rendering.results import Missing  # noqa: E402
 from rendering.text import OUTSIDE_SITE, fill, relink  # noqa: E402
 
@@ -52,6 +52,9 @@ def sections(root: Path) -> dict[str, Callable[[], str]]:
         "sweep-winners": partial(sweep.winners, docs),
         "sweep-pictures": partial(sweep.picture_links, docs),
         "sweep-tables": partial(sweep.tables, docs),
+        "arena-table": partial(arena.one_table, docs),
+        "arena-spread": partial(arena.spread, docs),
+        "arena-pictures": partial(arena.picture_links, docs),
         "blind-spot": partial(blind_spot.picture_link, docs),
     }
     return found | {f"benchmark-{name}": partial(results.benchmark, docs, name) for name in results.BENCHMARKS}
@@ -84,7 +87,7 @@ def outputs(root: Path = ROOT) -> tuple[dict[Path, str], list[str]]:
         made[root / target] = copied(made[root / source], source)
     for name, text in cards.pages().items():
         made[root / "docs" / "methods" / name] = NOTE.format(source="the method's file") + text
-    for pictures in (results.demo_pictures, sweep.pictures, blind_spot.pictures):
+    for pictures in (results.demo_pictures, sweep.pictures, arena.pictures, blind_spot.pictures):
         try:
             for name, text in pictures(root / "docs").items():
                 made[root / "docs" / "images" / name] = text

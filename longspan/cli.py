@@ -246,9 +246,9 @@ def reproduce(
     else:
         from rich.console import Console
 
-        from longspan.reporting.experiments import outcome_table
+        from longspan.reporting.experiments import outcome_table, rows_table
 
-        Console().print(outcome_table(done))
+        Console().print(outcome_table(done), *(rows_table(*e.lines(d.outcome.table)) for e, d in zip(chosen, done) if e.lines))
     if any(d.verdict == "failed" for d in done):
         raise SystemExit(1)
 

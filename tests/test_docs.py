@@ -170,6 +170,12 @@ OUTCOME = {
 }
 
 
+AT = {str(n): 2.0 + n / 100 for n in (1, 2, 4, 8, 16)}
+ARENA = OUTCOME | {"id": "arena", "seeds": [0, 1], "machine": "a desk", "table": [
+    {"arm": "softmax, rope", "reads_like": None, "text": AT, "recall": AT, "slots": AT,
+     "text by seed": {n: [v, v + 0.5] for n, v in AT.items()}, "tokens/s at 1x": 5000.0, "tokens/s at 1x relative": 1.0}]}
+
+
 @pytest.fixture(scope="module")
 def rendered(tmp_path_factory):
     """A copy of the docs with made-up results, rendered."""
@@ -182,6 +188,7 @@ def rendered(tmp_path_factory):
                           ("reading", READING), ("speculative", DRAFTS), ("low_bit", LOW_BIT), ("pooling_blind_spot", BLIND)):
         (root / f"docs/data/{name}.json").write_text(json.dumps(made_up))
     (root / "docs/reproduction/made-up.json").write_text(json.dumps(OUTCOME))
+    (root / "docs/reproduction/arena.json").write_text(json.dumps(ARENA))
     made, missing = render.outputs(root)
     assert [m for m in missing if "kvpress" not in m and "context_parallel" not in m] == []
     render.write(made, root)
@@ -207,6 +214,13 @@ def test_readings_stand_beside_their_floor(rendered):
     assert "| `suffix` | 12.5 | 2.25× | 4 | 5 of 7 |" in page
     assert "| 512 | per_thread | 2.00 s | 10 ms | 20 ms | 100 ms | 6.2% | 5.0% |" in page
     assert "closed form" in (rendered / "docs/images/blind-spot.svg").read_text()
+
+
+def test_the_arena_is_one_table_and_three_pictures(rendered):
+    page = (rendered / "docs/arena.md").read_text()
+    assert "2.010 2.020 2.040 2.080 2.160" in page and "5,000 (1.00)" in page and "differ by 0.500 nats" in page
+    for task in ("text", "recall", "slots"):
+        assert "softmax, rope" in (rendered / f"docs/images/arena-{task}.svg").read_text()
 
 
 def test_benchmarks_are_shown_in_their_units():

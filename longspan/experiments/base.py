@@ -21,7 +21,8 @@ from longspan.registry import Refused, nearest
 SCALES = ("smoke", "small", "paper")
 VERDICTS = ("reproduced", "mechanism-only", "failed")
 FOLDER = Path(__file__).parent
-NOT_EXPERIMENTS = ("__init__", "base", "block_replay", "byte_lm", "hidden", "pooling", "l2a_identities", "slots")
+NOT_EXPERIMENTS = ("__init__", "base", "block_replay", "byte_lm", "hidden", "pooling", "l2a_identities", "slots",
+                   "spread_recall")
 
 
 @dataclass
@@ -64,6 +65,8 @@ class Experiment:
     system: str
     claim: str
     run: Run
+    lines: Callable[[list[dict[str, Any]]], tuple[list[str], list[list[str]]]] | None = None
+    """Head and cells of the table a reader wants to see, made of the outcome's rows; None where the figures say it all."""
 
 
 @dataclass(frozen=True)

@@ -23,6 +23,18 @@ def outcome_table(done: Iterable[Any]) -> Any:
     return table
 
 
+def rows_table(head: list[str], lines: list[list[str]]) -> Any:
+    """A `rich` table of an experiment's own rows."""
+    from rich.table import Table
+
+    table = Table()
+    for column in head:
+        table.add_column(column, overflow="fold")
+    for line in lines:
+        table.add_row(*line)
+    return table
+
+
 def figures(measured: dict[str, Any]) -> str:
     """Measured values, one a line."""
     return "\n".join(f"{name}: {short(value)}" for name, value in measured.items())

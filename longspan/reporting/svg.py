@@ -103,14 +103,14 @@ def pareto_svg(
     )
     steps = _steps([at[i] for i in front], width - RIGHT)
     parts = [
-        *_head(title or f"{gain.title} against {cost.title}", subtitle or _subtitle(lines), width, height),
+        *head(title or f"{gain.title} against {cost.title}", subtitle or _subtitle(lines), width, height),
         *_axes(across, up, cost, gain, width, height),
         f'<path class="front" d="{_path(steps)}"/>' if steps else "",
         *(_bar(px, up, span) for (px, _), span in zip(at, spans)),
         *_names(shown, at, [(up(lo), up(hi)) for lo, hi in spans], steps, width, height),
         *(_mark(px, py, names[p.recipe], f"m{i}") for i, (p, (px, py)) in enumerate(zip(shown, at))),
     ]
-    return _wrap(parts, [names[p.recipe] for p in shown], width, height, title or f"{gain.title} / {cost.title}")
+    return wrap(parts, [names[p.recipe] for p in shown], width, height, title or f"{gain.title} / {cost.title}")
 
 
 def _interval(p: Point, y: str) -> tuple[float, float]:
@@ -129,9 +129,10 @@ def _subtitle(lines: Sequence[dict[str, Any]]) -> str:
     return " · ".join([*found, f"{examples} examples per recipe", "95% intervals"])
 
 
-def _wrap(parts: Sequence[str], found: Sequence[Look], width: int, height: int, title: str) -> str:
-    light = "".join(f".m{i}{{fill:{look.light}}}" for i, look in enumerate(found))
-    dark = "".join(f".m{i}{{fill:{look.dark}}}" for i, look in enumerate(found))
+def wrap(parts: Sequence[str], found: Sequence[Look], width: int, height: int, title: str) -> str:
+    """The whole picture: ``m0``, ``m1``, … are the classes of the looks `found`."""
+    light = "".join(f".m{i}{{fill:{look.light};color:{look.light}}}" for i, look in enumerate(found))
+    dark = "".join(f".m{i}{{fill:{look.dark};color:{look.dark}}}" for i, look in enumerate(found))
     style = f"{STYLE}{light}\n@media (prefers-color-scheme:dark){{{DARK}{dark}}}\n"
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" height="{height}" '
@@ -141,7 +142,8 @@ def _wrap(parts: Sequence[str], found: Sequence[Look], width: int, height: int, 
     )
 
 
-def _head(title: str, subtitle: str, width: int, height: int) -> list[str]:
+def head(title: str, subtitle: str, width: int, height: int) -> list[str]:
+    """The paper with its title and subtitle."""
     return [
         f'<rect class="paper" x=".5" y=".5" width="{width - 1}" height="{height - 1}" rx="10"/>',
         f'<text class="ink title" x="20" y="28">{escape(title[:1].upper() + title[1:])}</text>',
