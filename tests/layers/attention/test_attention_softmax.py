@@ -1,15 +1,18 @@
 """Softmax attention against the definition, and what its state holds."""
 
 import dataclasses
+import math
 
 import pytest
 import torch
 
-from longspan.layers import Context, PositionModule
-from longspan.layers.attention.softmax import Softmax
+from longspan.kernels import attend
+from longspan.layers import Context, PositionModule, Visible
+from longspan.layers.attention.softmax import Softmax, sink_attention
 from longspan.layers.positions.alibi import Alibi
 from longspan.layers.positions.rope import Rope
 from longspan.registry import Refused
+from longspan.training.peak import PeakMemory
 
 DIM, HEADS, KV_HEADS, HEAD_DIM = 16, 4, 2, 4
 SHAPE = (DIM, HEADS, KV_HEADS, HEAD_DIM, 0, 1)
@@ -134,3 +137,85 @@ def test_heads_must_divide():
         Softmax().build(DIM, 4, 3, HEAD_DIM, 0, 1)
     with pytest.raises(Refused, match="window=0"):
         Softmax(window=0)
+
+
+# ------------------------------------------------------------------------------------------------------------ the sink
+
+CPU = torch.device("cpu")
+
+
+def sink_inputs(T=6, S=9, dtype=torch.float64):
+    shapes = (HEADS, T), (KV_HEADS, S), (KV_HEADS, S)
+    return [draw(2, h, n, HEAD_DIM, seed=i).to(dtype).requires_grad_() for i, (h, n) in enumerate(shapes)]
+
+
+def with_a_further_key(q, k, v, sink, see, bias=0.0):
+    """A key with score c_h and value 0, in front of all, in plain softmax attention."""
+    k, v = (t.repeat_interleave(2, 1) for t in (k, v))
+    scores = (q @ k.mT / HEAD_DIM**0.5 + bias).masked_fill(~see, -math.inf)
+    number = sink[:, None, None].expand(*scores.shape[:3], 1)
+    weights = torch.cat((number, scores), -1).softmax(-1)
+    return weights @ torch.cat((torch.zeros_like(v[:, :, :1]), v), 2)
+
+
+@pytest.mark.parametrize("T", [1, 6, 9])
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("biased", [False, True])
+def test_a_sink_is_a_further_key_of_value_zero(T, masked, biased):
+    inputs, sink = sink_inputs(T), draw(HEADS, seed=5).double().requires_grad_()
+    see = torch.ones(T, 9, dtype=torch.bool).tril(9 - T)[None, None]
+    if masked:
+        see = see & (draw(2, 1, T, 9, seed=6) > -0.5)
+        see[0, 0, 0] = False
+    bias = draw(1, HEADS, T, 9, seed=7).double() if biased else None
+    visible = Visible(T, 9, see if masked else None, CPU)
+    want = with_a_further_key(*inputs, sink, see, 0.0 if bias is None else bias)
+    got = sink_attention(*inputs, visible, sink, bias)
+    torch.testing.assert_close(got, want)
+    up = draw(*got.shape, seed=8).double()
+    for have, need in zip(*(torch.autograd.grad((x * up).sum(), [*inputs, sink]) for x in (got, want))):
+        torch.testing.assert_close(have, need)
+    with torch.no_grad():  # from the log-sum-exp
+        torch.testing.assert_close(sink_attention(*inputs, visible, sink, bias), want)
+    if masked:
+        assert not got[0, :, 0].any()
+
+
+@pytest.mark.parametrize("trained", [False, True])
+def test_a_sink_of_minus_infinity_is_none_and_one_of_zero_adds_one(trained):
+    inputs = sink_inputs(9)
+    visible = Visible(9, 9, None, CPU)
+    with torch.set_grad_enabled(trained):
+        none = sink_attention(*inputs, visible, torch.full((HEADS,), -math.inf))
+        one = sink_attention(*inputs, visible, torch.zeros(HEADS))
+    plain, lse = attend(*inputs)
+    torch.testing.assert_close(none, plain, atol=1e-6, rtol=0)
+    torch.testing.assert_close(one, plain * (lse.exp() / (1 + lse.exp()))[..., None])
+
+
+@pytest.mark.parametrize("trained", [False, True])
+def test_a_sink_makes_no_matrix_of_scores(trained):
+    n = 512
+    q, k, v = (draw(1, 2, n, 16, seed=s).requires_grad_(trained) for s in range(3))
+    with PeakMemory() as seen:
+        out = sink_attention(q, k, v, Visible(n, n, None, CPU), torch.zeros(2))
+        if trained:
+            out.sum().backward()
+    assert seen.largest < n * n / 4
+
+
+@pytest.mark.parametrize("knobs", [Softmax(sink=True), Softmax(sink=True, window=4)], ids=str)
+@pytest.mark.parametrize("position", [Rope(), Alibi()], ids=str)
+def test_a_sink_keeps_the_contract(contract, knobs, position):
+    contract(knobs, position).check_all()
+
+
+def test_a_sink_is_one_number_a_head_and_starts_at_zero():
+    module = Softmax(sink=True).build(*SHAPE)
+    assert torch.equal(module.sink, torch.zeros(HEADS)) and module.sink.requires_grad
+    assert Softmax().build(*SHAPE).sink is None
+    module.bfloat16()
+    for context in (torch.no_grad, torch.enable_grad):
+        with context():
+            y, _ = module(draw(1, 5, DIM).bfloat16(), Context.of(1, 5))
+        assert y.dtype == torch.bfloat16 and y.isfinite().all()

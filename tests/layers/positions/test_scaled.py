@@ -39,6 +39,15 @@ def test_ntk_divides_the_slowest_pair_and_leaves_the_fastest():
     assert float(after[-1]) == pytest.approx(float(before[-1]) / 8)
 
 
+@pytest.mark.parametrize("name", ["position-interpolation", "ntk", "yarn"])
+@pytest.mark.parametrize("dim", [2, 16, 64])
+def test_a_factor_of_one_changes_nothing(name, dim):
+    before = inverse_frequencies(dim, 1e4)
+    after, scale = choose(name, "position").__class__(factor=1.0).stretched(before, 1e4, 128)
+    torch.testing.assert_close(after, before, rtol=1e-12, atol=0)
+    assert scale == 1
+
+
 @pytest.mark.parametrize("text", ["yarn(factor=4)", "ntk", "position-interpolation(factor=2)"])
 def test_a_pretrained_model_runs_stretched_and_comes_back(text):
     model, ids = tiny("llama"), tiny_ids(1, 60)
