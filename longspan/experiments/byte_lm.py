@@ -91,3 +91,17 @@ def window_losses(model: Decoder, size: ByteLM, length: int, longest: int = max(
 def nats(model: Decoder, size: ByteLM, lengths: Sequence[int] = LENGTHS) -> dict[int, float]:
     """Held-out nats per byte at each length, over the same bytes."""
     return {n: float(window_losses(model, size, n, max(lengths)).mean()) for n in lengths}
+
+
+def curves(size: ByteLM, arms: dict[str, dict[str, Any]], seeds: Sequence[int], lengths: Sequence[int] = LENGTHS,
+           progress: Callable[[str], None] = lambda what: None) -> dict[str, Float[np.ndarray, "seeds lengths windows"]]:
+    """Held-out nats per byte of every arm, a model's parts by name, trained with each seed."""
+    found = {}
+    for name, parts in arms.items():
+        of_seeds = []
+        for seed in seeds:
+            progress(f"{name}, seed {seed}")
+            model = fit(size, seed, **parts)
+            of_seeds.append([window_losses(model, size, n, max(lengths)) for n in lengths])
+        found[name] = np.array(of_seeds)
+    return found

@@ -12,18 +12,18 @@ and of j, so 2R + 1 channels of every head carry it and any fused kernel applies
 
     q^ = [ q / sqrt(d_c), A cos(w i) + B sin(w i), A sin(w i) - B cos(w i), 1 ],   k^ = [ k, cos(w j), sin(w j), u(j) ]
 
-Content has the other d_c channels, and no rotary positions unless asked for. Values keep all channels.
+Content has the other d_c channels, and no rotary positions unless asked for. Values keep all channels. In half precision
+the last lane, which grows with j, is carried as three numbers that add up to u(j) in full.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
-from jaxtyping import Float, Int, Real
+from jaxtyping import Float, Real
 from torch import Tensor, nn
 
 from longspan.kernels import attend
@@ -38,7 +38,9 @@ HIDDEN = 4
 """Width of the network of the key's place."""
 SEEDED_STD, NETWORK_STD, FLAT_SLOPE = 1e-2, 1e-3, -30.0
 GATE_SLOPE, GATE_OPEN = -10.0, 10.0
-_NO_DECAY: Mapping[str, Any] = {"weight_decay": 0.0}
+HALF = (torch.float16, torch.bfloat16)
+PARTS, UNIT = 3, 256.0
+"""In half precision u(j) is this many lanes, of u / UNIT: three times 8 bits and more, within float16 up to 16 million."""
 
 
 def frequencies(n: int, device: torch.device | str | None = None) -> Float[Tensor, " n"]:
@@ -47,80 +49,109 @@ def frequencies(n: int, device: torch.device | str | None = None) -> Float[Tenso
     return BASE ** (-steps / max(n - 1, 1))
 
 
-def waves(places: Real[Tensor, "*shape"], n: int) -> tuple[Float[Tensor, "*shape n"], Float[Tensor, "*shape n"]]:
-    """Cosine and sine of `n` frequencies at these places, in float32, with angles in float64."""
+def waves(
+    places: Real[Tensor, "*shape"], n: int, dtype: torch.dtype = torch.float32
+) -> tuple[Float[Tensor, "*shape n"], Float[Tensor, "*shape n"]]:
+    """Cosine and sine of `n` frequencies at these places, with angles in float64."""
     angles = places.double()[..., None] * frequencies(n, places.device)
-    return angles.cos().float(), angles.sin().float()
+    return angles.cos().to(dtype), angles.sin().to(dtype)
+
+
+def split(x: Float[Tensor, "*shape"], dtype: torch.dtype, parts: int) -> Float[Tensor, "*shape parts"]:
+    """Numbers of `dtype` that add up to `x`, the largest first; the gradient goes through the first."""
+    found = []
+    for _ in range(parts):
+        found.append(x.to(dtype))
+        x = x - found[-1].to(x.dtype)
+    return torch.stack(found, -1)
 
 
 class PositionPrior(nn.Module):
-    """The log-prior K(i,j) of each key head, as features of queries and keys. Weights and results are float32."""
+    """The log-prior K(i,j) of each key head, as lanes of queries and keys. Computed in float32, float64 for such weights."""
+
+    optimiser_settings = {"cosine": {"weight_decay": 0.0}, "sine": {"weight_decay": 0.0}}
 
     def __init__(self, knobs: Goat, n_kv_heads: int):
         super().__init__()
         G, R, M = n_kv_heads, knobs.R, knobs.M
-        self.R, self.M, self.length = R, M, knobs.length
+        self.R, self.M, self.length, self.key_term = R, M, knobs.length, knobs.key_term
+        self.scale = 1.0
+        """Multiplies u(j); not trained. Less than 1 while a model warms up."""
         self.cosine, self.sine = nn.Parameter(torch.zeros(G, R)), nn.Parameter(torch.zeros(G, R))
         if knobs.key_term:
-            self.network = nn.Sequential(nn.Linear(2 * M + 2, HIDDEN), nn.SiLU(), nn.Linear(HIDDEN, 1))
+            self.inner, self.outer = nn.Linear(2 * M + 2, HIDDEN), nn.Linear(HIDDEN, 1)
             self.gain, self.bump = nn.Parameter(torch.ones(G)), nn.Parameter(torch.zeros(G))
             self.slope = nn.Parameter(torch.full((G,), FLAT_SLOPE))
-        self.key_term = knobs.key_term
-        self._initialise(knobs.init, G)
+        self._initialise(knobs.init)
 
     @torch.no_grad()
-    def _initialise(self, init: str, n_heads: int) -> None:
-        if init == "seeded":
+    def _initialise(self, init: str) -> None:
+        seeded = init == "seeded"
+        if seeded:
             self.cosine.normal_(std=SEEDED_STD)
         if not self.key_term:
             return
-        for layer in (self.network[0], self.network[2]):
-            layer.weight.normal_(std=NETWORK_STD)  # type: ignore[operator, union-attr]
-            layer.bias.zero_()  # type: ignore[operator, union-attr]
-        if init == "seeded":
-            self.slope.copy_(slopes(n_heads).expm1().log())  # softplus of it is ALiBi's slope
+        for layer in (self.inner, self.outer):
+            layer.weight.normal_(std=NETWORK_STD)
+            layer.bias.zero_()
+        if seeded:
+            self.slope.copy_(slopes(len(self.slope)).expm1().log())  # softplus of it is ALiBi's slope
         else:
-            self.network[2].weight.zero_()  # type: ignore[operator]
+            self.outer.weight.zero_()
 
-    def of_keys(self, places: Int[Tensor, "B T"], *, centred: bool = False) -> Float[Tensor, "B G T P"]:
-        """cos(w j), sin(w j) and u(j). `centred` takes slope * length from u, a constant of every row of scores, so that u
-        stays small where few digits are left."""
-        cos, sin = (t[:, None].expand(-1, len(self.cosine), -1, -1) for t in waves(places, self.R))
-        if not self.key_term:
-            return torch.cat((cos, sin), -1)
-        return torch.cat((cos, sin, self.of_place(places, centred)[..., None]), -1)
+    @property
+    def wide(self) -> torch.dtype:
+        return torch.promote_types(self.cosine.dtype, torch.float32)
 
-    def of_place(self, places: Int[Tensor, "B T"], centred: bool = False) -> Float[Tensor, "B G T"]:
-        """u(j) of each key head."""
-        j = places.float()
-        cos, sin = waves(places, self.M)
-        share = (j / self.length)[..., None], (j.log1p() / math.log1p(self.length))[..., None]
-        learned = self.network(torch.cat((cos, sin, *share), -1))[..., 0]
-        first, along = (places == 0).float(), j - self.length if centred else j
-        gain, bump, slope = (t[:, None] for t in (self.gain, self.bump, F.softplus(self.slope)))
-        return gain * learned[:, None] + bump * first[:, None] + slope * along[:, None]
+    def lanes(self, dtype: torch.dtype) -> int:
+        """Channels of queries and keys of this dtype that carry the prior."""
+        return 2 * self.R + (PARTS if dtype in HALF else 1) * self.key_term
 
-    def of_queries(self, places: Int[Tensor, "B T"], group: int) -> Float[Tensor, "B H T P"]:
-        """A cos + B sin, A sin - B cos, and 1, of every query head; `group` of them share a key head."""
-        cos, sin = (t[:, None] for t in waves(places, self.R))
-        a, b = self.cosine[:, None], self.sine[:, None]
-        lanes = [a * cos + b * sin, a * sin - b * cos]
+    def of_keys(self, places: Real[Tensor, "B T"], dtype: torch.dtype) -> Float[Tensor, "B G T P"]:
+        """cos(w j), sin(w j) and u(j)."""
+        found = [t.to(dtype)[:, None].expand(-1, len(self.cosine), -1, -1) for t in waves(places, self.R)]
         if self.key_term:
-            lanes.append(torch.ones_like(lanes[0][..., :1]) if self.R else cos.new_ones(*cos.shape[:1], len(a), cos.shape[2], 1))
-        return torch.cat(lanes, -1).repeat_interleave(group, 1)
+            u = self.of_place(places)
+            found.append(split(u / UNIT, dtype, PARTS) if dtype in HALF else u[..., None].to(dtype))
+        return torch.cat(found, -1)
 
-    def log_prior(self, queries: Int[Tensor, "B T"], keys: Int[Tensor, "B S"]) -> Float[Tensor, "B G T S"]:
+    def of_queries(
+        self, places: Real[Tensor, "B T"], group: int, dtype: torch.dtype, gate: Float[Tensor, "B H T 1"] | None = None
+    ) -> Float[Tensor, "B H T P"]:
+        """A cos + B sin, A sin - B cos, and 1, of every query head, times `gate`; `group` of them share a key head."""
+        cos, sin = (t[:, None] for t in waves(places, self.R, self.wide))
+        a, b = (t.to(self.wide)[:, None] for t in (self.cosine, self.sine))
+        found = [a * cos + b * sin, a * sin - b * cos]
+        if self.key_term:
+            one = cos.new_full((*found[0].shape[:3], PARTS), UNIT) if dtype in HALF else cos.new_ones(*found[0].shape[:3], 1)
+            found.append(one)
+        lanes = torch.cat(found, -1).repeat_interleave(group, 1)
+        return (lanes if gate is None else lanes * gate).to(dtype)
+
+    def of_place(self, places: Real[Tensor, "B T"]) -> Float[Tensor, "B G T"]:
+        """u(j) of each key head."""
+        wide, j = self.wide, places.to(self.wide)
+        share = (j / self.length)[..., None], (j.log1p() / math.log1p(self.length))[..., None]
+        features = torch.cat((*waves(places, self.M, wide), *share), -1)
+        for layer in (self.inner, self.outer):  # in float32 even where the model's weights aren't
+            features = F.linear(features, layer.weight.to(wide), layer.bias.to(wide))
+            features = F.silu(features) if layer is self.inner else features
+        gain, bump, slope = (t.to(wide)[:, None] for t in (self.gain, self.bump, F.softplus(self.slope.to(wide))))
+        first = (places == 0).to(wide)
+        return self.scale * (gain * features[:, None, :, 0] + bump * first[:, None] + slope * j[:, None])
+
+    def log_prior(self, queries: Real[Tensor, "B T"], keys: Real[Tensor, "B S"]) -> Float[Tensor, "B G T S"]:
         """K(i,j) written out, pair by pair; what the factored form is compared with."""
-        lag = (queries[:, :, None] - keys[:, None, :])
-        cos, sin = waves(lag, self.R)
-        relative = (self.cosine[:, None, None] * cos[:, None] + self.sine[:, None, None] * sin[:, None]).sum(-1)
+        cos, sin = (t[:, None] for t in waves(queries[:, :, None] - keys[:, None, :], self.R, self.wide))
+        relative = (self.cosine[:, None, None] * cos + self.sine[:, None, None] * sin).sum(-1)
         return relative + self.of_place(keys)[:, :, None] if self.key_term else relative
 
 
 class GoatAttention(AttentionModule):
-    """Softmax attention over [content, prior] channels with scale 1."""
+    """Softmax attention over [content, prior] channels with scale 1.
 
-    optimiser_settings = {"gate_slope": _NO_DECAY, "gate_open": _NO_DECAY}
+    The projections start like every other mixer's here.
+    """
 
     def __init__(self, knobs: Goat, dim: int, n_heads: int, n_kv_heads: int, head_dim: int):
         super().__init__(dim, n_heads, n_kv_heads, head_dim)
@@ -128,31 +159,43 @@ class GoatAttention(AttentionModule):
         self.q_proj = nn.Linear(dim, n_heads * self.content, bias=False)
         self.k_proj = nn.Linear(dim, n_kv_heads * self.content, bias=False)
         self.prior = PositionPrior(knobs, n_kv_heads)
-        for layer in (self.q_proj, self.k_proj, self.v_proj, self.o_proj):
-            nn.init.xavier_uniform_(layer.weight)
-        if knobs.gate == "content":
+        self.gated = knobs.gate == "content"
+        if self.gated:
             self.gate_slope = nn.Parameter(torch.full((n_heads,), GATE_SLOPE))
             self.gate_open = nn.Parameter(torch.full((n_heads,), GATE_OPEN))
-        self.gated = knobs.gate == "content"
+
+    def read(
+        self, x: Float[Tensor, "B T C"], ctx: Context, state: KVState | None
+    ) -> tuple[Float[Tensor, "B H T D"], KVState, Float[Tensor, "#B #H T S"] | None]:
+        if state is not None:
+            width = self.content + self.prior.lanes(state.k.dtype)
+            heads = self.n_heads if ctx.position.per_query_head else self.n_kv_heads
+            if (state.k.shape[1], state.k.shape[3]) != (heads, width):
+                raise ValueError(f"keys held should be (B, {heads}, S, {width}), got {tuple(state.k.shape)}")
+        return super().read(x, ctx, state)
 
     def project(self, x: Float[Tensor, "B T C"], ctx: Context) -> tuple[Tensor, Tensor, Tensor]:
-        heads = [p(x).unflatten(-1, (n, -1)).transpose(1, 2) for p, n in (
-            (self.q_proj, self.n_heads), (self.k_proj, self.n_kv_heads), (self.v_proj, self.n_kv_heads))]
-        return heads[0], heads[1], heads[2]
+        parts = ((self.q_proj, self.n_heads), (self.k_proj, self.n_kv_heads), (self.v_proj, self.n_kv_heads))
+        q, k, v = (p(x).unflatten(-1, (n, -1)).transpose(1, 2) for p, n in parts)
+        # Fused kernels want values as wide as keys, which have further lanes in half precision.
+        return q, k, F.pad(v, (0, self.prior.lanes(v.dtype) - self.prior.lanes(torch.float32)))
 
     def turned(self, q: Float[Tensor, "B H T D"], k: Float[Tensor, "B Hkv T D"], ctx: Context) -> tuple[Tensor, Tensor]:
-        """Content followed by the prior's channels."""
+        """Content followed by the prior's lanes."""
+        # Rows that share their places are one line of lanes, spread over the batch.
+        places = ctx.positions[:1] if ctx.positions.stride(0) == 0 else ctx.positions
         with torch.autocast(q.device.type, enabled=False):
-            places, half = ctx.positions, q.dtype in (torch.float16, torch.bfloat16)
-            of_queries = self.prior.of_queries(places, self.n_heads // self.n_kv_heads)
-            if self.gated:
-                norm = q.float().norm(dim=-1, keepdim=True)
-                slope, open_ = F.softplus(self.gate_slope)[:, None, None], self.gate_open[:, None, None]
-                of_queries = of_queries * (open_ - slope * norm).sigmoid()
-            of_keys = self.prior.of_keys(places, centred=half)
-        # Rows that share their places are one line of features, spread over the batch.
-        of_queries, of_keys = (t.to(q.dtype).expand(len(q), -1, -1, -1) for t in (of_queries, of_keys))
+            gate = self._gate(q) if self.gated else None
+            of_queries = self.prior.of_queries(places, self.n_heads // self.n_kv_heads, q.dtype, gate)
+            of_keys = self.prior.of_keys(places, k.dtype).repeat_interleave(k.shape[1] // self.n_kv_heads, 1)
+        of_queries, of_keys = (t.expand(len(q), -1, -1, -1) for t in (of_queries, of_keys))
         return torch.cat((q * self.content**-0.5, of_queries), -1), torch.cat((k, of_keys), -1)
+
+    def _gate(self, q: Float[Tensor, "B H T D"]) -> Float[Tensor, "B H T 1"]:
+        """sigmoid(b - softplus(a) |q|): the prior fades where the content is strong."""
+        wide = self.prior.wide
+        slope, open_ = F.softplus(self.gate_slope.to(wide))[:, None, None], self.gate_open.to(wide)[:, None, None]
+        return (open_ - slope * q.to(wide).norm(dim=-1, keepdim=True)).sigmoid()
 
     def mix(
         self,
@@ -161,7 +204,8 @@ class GoatAttention(AttentionModule):
         visible: Visible,
         bias: Float[Tensor, "#B #H T S"] | None,
     ) -> Float[Tensor, "B H T Dv"]:
-        return attend(q, held.k, held.v, scale=1.0, causal=visible.mask is None, mask=visible.mask, return_lse=False)[0]
+        out, _ = attend(q, held.k, held.v, scale=1.0, causal=visible.mask is None, mask=visible.mask, return_lse=False)
+        return out[..., : self.head_dim]
 
 
 @method("goat", kind="mixer", system="goat", paper="arXiv:2601.15380", capabilities=("trains",),
