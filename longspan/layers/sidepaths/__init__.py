@@ -6,6 +6,7 @@ from longspan.layers.lazy import exports
 
 if TYPE_CHECKING:
     from longspan.layers.sidepaths.short_conv import ShortConv
+    from longspan.layers.sidepaths.trsp import TRSP
 
-__getattr__ = exports(__name__, {"ShortConv": "short_conv"})
-__all__ = ["ShortConv"]
+__getattr__ = exports(__name__, {"ShortConv": "short_conv", "TRSP": "trsp"})
+__all__ = ["TRSP", "ShortConv"]

@@ -50,11 +50,11 @@ class RememberingCache(DynamicCache):
         super().batch_select_indices(indices)
         self._change(lambda state: state.reorder(indices))
 
-    def crop(self, *args: Any, **kwargs: Any) -> None:
-        if self.states or self.cursor is not None:
-            raise Refused(f"{type(self).__name__}: where rows stand, and what added modules remember of them, can't be rolled "
-                          "back; expected generation without an assistant model.")
-        super().crop(*args, **kwargs)
+    def crop(self, tokens_to_remove: int) -> None:
+        if tokens_to_remove and self.cursor is not None:
+            raise Refused(f"{type(self).__name__} can't give back the {abs(tokens_to_remove)} tokens a rollback drops, since added "
+                          "modules remember them; expected generation without an assistant model.")
+        super().crop(tokens_to_remove)
 
     def reset(self) -> None:
         super().reset()
