@@ -17,9 +17,13 @@ from longspan.training.truncation import Tally, backward
 
 if TYPE_CHECKING:
     from longspan.training.l2a import L2ANextToken
+    from longspan.training.longce import LongCE
     from longspan.training.next_token import NextToken
+    from longspan.training.pose import Pose
+    from longspan.training.self_distillation import SelfDistillation
 
-__getattr__ = exports(__name__, {"L2ANextToken": "l2a", "NextToken": "next_token"})
+__getattr__ = exports(__name__, {"L2ANextToken": "l2a", "LongCE": "longce", "NextToken": "next_token", "Pose": "pose",
+                                 "SelfDistillation": "self_distillation"})
 __all__ = [
     "Batch",
     "Batches",
@@ -29,11 +33,14 @@ __all__ = [
     "Diverged",
     "IGNORE",
     "L2ANextToken",
+    "LongCE",
     "NextToken",
     "Objective",
     "Outcome",
+    "Pose",
     "Recall",
     "SYNTHETIC",
+    "SelfDistillation",
     "Tally",
     "TextBatches",
     "TokenizerFile",

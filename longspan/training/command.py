@@ -159,9 +159,12 @@ def _report(
 
 @torch.no_grad()
 def _sample(model: Decoder, data: Batches, tokenizer: Tokenizer | None) -> dict[str, Any]:
-    """Bytes of state after one full context, and a short continuation when the data is text."""
+    """Bytes of state after one full context, means of what the layers report, and a short continuation of a text."""
     prompt = data(0).ids[:1].to(next(model.parameters()).device)
-    found: dict[str, Any] = {"state_bytes": model(prompt, keep=0).state.nbytes}
+    read = model(prompt, keep=0)
+    found: dict[str, Any] = {"state_bytes": read.state.nbytes}
+    if read.ctx.auxiliary:  # what layers say of themselves: a bound, a firing rate
+        found["reported"] = {name: [float(t.float().mean()) for t in terms] for name, terms in read.ctx.auxiliary.items()}
     if tokenizer is not None:
         prompt = prompt[:, : min(32, prompt.shape[1])]
         written = model.generate(prompt, 64)

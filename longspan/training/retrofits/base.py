@@ -8,6 +8,7 @@ an entry of ours that names the retrofit and its knobs. `Retrofit.load` (or `lon
 from __future__ import annotations
 
 import copy
+import dataclasses
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Self
@@ -19,6 +20,7 @@ from torch import Tensor, nn
 from longspan.layers import Context, choose, to_json
 from longspan.models.retrofitted import ENTRY
 from longspan.registry import Method, Refused
+from longspan.training.retrofits.indices import explicit_mask, frozen_frequencies
 
 CONTEXT = "longspan_context"
 """The keyword under which a `Context` travels through a transformers model to the modules of a retrofit."""
@@ -130,13 +132,25 @@ class Tuned(nn.Module):
         *,
         valid: Bool[Tensor, "B T"] | None = None,
         segments: Int[Tensor, "B T"] | None = None,
+        positions: Int[Tensor, "B T"] | None = None,
         state: Any = None,
     ) -> TunedOutput:
-        """Logits of a whole batch; padding may stand anywhere and documents may be packed. Takes no earlier state."""
+        """Logits of a whole batch; padding may stand anywhere and documents may be packed. Takes no earlier state.
+
+        `positions` are indices other than the standard ones; masks, documents and rotary frequencies stay those of the
+        standard ones, and indices beyond the model's window are served.
+        """
         if state is not None:
             raise Refused("a retrofit is trained on whole sequences; expected segments=1.")
         ctx = Context.of(*ids.shape, valid=valid, segments=segments, device=ids.device)
-        mask = None if valid is None else valid.long()
+        if positions is not None:
+            with frozen_frequencies(self.model, ctx.positions):
+                return self._read(ids, dataclasses.replace(ctx, positions=positions), explicit_mask(self.model, ctx))
+        if valid is not None and segments is not None:
+            return self._read(ids, ctx, explicit_mask(self.model, ctx))
+        return self._read(ids, ctx, None if valid is None else valid.long())
+
+    def _read(self, ids: Int[Tensor, "B T"], ctx: Context, mask: Any) -> TunedOutput:
         out = self.model(input_ids=ids, attention_mask=mask, position_ids=ctx.positions, use_cache=False, **{CONTEXT: ctx})
         return TunedOutput(out.logits, ctx)
 
