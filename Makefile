@@ -64,6 +64,8 @@ bench: $(VENV)/.installed
 	$(BIN)/python benchmarks/decode_batch.py --out docs/data/decode_batch.json
 	$(BIN)/python benchmarks/score_cost.py --out docs/data/score_cost.json
 	$(BIN)/python benchmarks/kvpress_peer.py --out docs/data/kvpress.json
+	$(BIN)/python benchmarks/plash_scaling.py --out docs/data/plash_scaling.json
+	$(BIN)/python benchmarks/entmax.py --out docs/data/entmax.json
 
 # Every score with every allocator and budget, at three lengths; an hour or two, and it goes on where it was stopped.
 sweep: $(VENV)/.installed

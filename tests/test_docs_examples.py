@@ -79,6 +79,20 @@ def test_python_examples_run(page, tiny, monkeypatch):
     exec(compile(source, str(page), "exec"), {"__name__": "example"})
 
 
+def test_the_training_page_agrees_with_itself(tmp_path, monkeypatch, capsys):
+    """Its decoder reads alike whole and in pieces, and its operator, saved as a file, trains."""
+    from longspan.training.command import TrainOptions, train
+
+    blocks = re.findall(r"```python\n(.*?)```", (DOCS / "training.md").read_text(encoding="utf-8"), re.DOTALL)
+    exec(compile(blocks[0], "training.md", "exec"), {"__name__": "example"})
+    assert capsys.readouterr().out.strip() == "tensor(True)"
+    monkeypatch.setattr(registry, "_methods", dict(registry._methods))
+    (tmp_path / "half.py").write_text(blocks[1], encoding="utf-8")
+    (card,) = registry.load_file(tmp_path / "half.py")
+    report = train(TrainOptions(mixer=card.name, task="copy", context=16, steps=2, batch=2, dim=16, eval_batches=1))
+    assert report["mixer"] == "half" and report["position"] == "rope"
+
+
 @pytest.mark.slow
 def test_the_readme_example_runs_on_the_bundled_model(capsys):
     exec(compile(python_blocks(ROOT / "README.md"), "README.md", "exec"), {"__name__": "example"})

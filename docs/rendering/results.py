@@ -23,6 +23,8 @@ BENCHMARKS = {
     "speculative": "speculative.py",
     "low_bit": "low_bit.py",
     "context_parallel": "context_parallel.py",
+    "entmax": "entmax.py",
+    "plash_scaling": "plash_scaling.py",
     "ragged_decode": "ragged_decode.py",
     "decode_batch": "decode_batch.py",
     "score_cost": "score_cost.py",

@@ -56,6 +56,7 @@ class Arm:
     stack: str = "plain"
     objective: str = "next-token"
     reads_like: str | None = None
+    tasks: tuple[str, ...] = TASKS
 
     def parts(self, factor: int = 1) -> dict[str, Any]:
         """The methods of the decoder's parts."""
@@ -72,10 +73,35 @@ ARMS: tuple[Arm, ...] = (
     Arm("softmax, rope"),
     Arm("softmax, nope", position="nope"),
     Arm("softmax, alibi", position="alibi"),
+    Arm("softmax, window 16", mixer="softmax(window=16)"),
+    Arm("softmax, sink", mixer="softmax(sink=True)"),
     Arm("rope, interpolated", position="position-interpolation(factor={factor}, original=64)", reads_like="softmax, rope"),
     Arm("rope, ntk", position="ntk(factor={factor}, original=64)", reads_like="softmax, rope"),
     Arm("rope, yarn", position="yarn(factor={factor}, original=64)", reads_like="softmax, rope"),
+    Arm("repo", position="repo"),
     Arm("goat", mixer="goat(R=2, M=4, length=64)"),
+    Arm("goat, rope", mixer="goat(R=2, M=4, length=64)", position="rope"),
+    Arm("rfa", mixer="rfa(length=64)"),
+    Arm("sc-rfa, b=0.05", mixer="rfa(b=0.05, length=64)"),
+    Arm("sc-rfa, b=5", mixer="rfa(b=5.0, length=64)"),
+    Arm("softplus", mixer="softplus(p=15.0)"),
+    Arm("softplus, p=3", mixer="softplus(p=3.0)"),
+    Arm("softplus, l1 only", mixer="softplus(reweight=False)"),
+    Arm("entmax 1.5", mixer="entmax(alpha=1.5)"),
+    Arm("sparsemax", mixer="entmax(alpha=2.0)"),
+    Arm("plash", mixer="plash(M=16, C=16)"),
+    Arm("differential", mixer="differential"),
+    Arm("gated", mixer="gated"),
+    Arm("selective", mixer="selective"),
+    Arm("l2a, window 16", mixer="l2a(window=16)", objective="l2a-next-token"),
+    Arm("linear", mixer="linear-attention"),
+    Arm("linear, gated", mixer="linear-attention(gated=True)"),
+    Arm("performer", mixer="performer"),
+    Arm("rope + short conv", side_path="short-conv"),
+    Arm("rope + trsp", side_path="trsp"),
+    Arm("contextlm", stack="contextlm(w=4)"),
+    Arm("rope, pose", objective="pose", tasks=("text",)),
+    Arm("rope, self-distillation", objective="self-distillation", tasks=("text",)),
 )
 
 
@@ -99,7 +125,8 @@ class Size:
 SIZES: dict[str, Size] = {
     "smoke": Size(ByteLM(dim=16, heads=1, steps=2, batch=2, length=16, held_out=1), SpreadRecall(64, 2), Slots(48, 2),
                   {"recall": 2, "slots": 2}, (0,), 1, 1, ("softmax, rope", "rope, yarn", "goat")),
-    "small": Size(ByteLM(), SpreadRecall(64, 64), Slots(48, 64), {"recall": 400, "slots": 300}, (0, 1), 4, 3),
+    "small": Size(ByteLM(), SpreadRecall(32, 64, pairs=4, keys=8, values=8, fillers=4), Slots(48, 64),
+                  {"recall": 400, "slots": 300}, (0, 1), 4, 3),
 }
 
 
@@ -119,13 +146,14 @@ def trained(arm: Arm, task: str, size: Size, seed: int) -> Any:
     config = TrainConfig(steps=size.steps[task], lr=size.lr[task], warmup=3 * size.steps[task] // 10, final_lr=0.0,
                          weight_decay=0.01, seed=seed, log_every=size.steps[task])
     model = made(arm, task, size, seed)
-    Trainer(model, data(task, size, seed, 1, "train"), config, answer if task == "slots" else objective).run()
+    asked: Any = answer if task == "slots" else objective
+    Trainer(model, data(task, size, seed, 1, "train"), config, asked).run()
     return model.eval()
 
 
 def made(arm: Arm, task: str, size: Size, seed: int, factor: int = 1) -> Any:
     """The arm's model for a task with first weights."""
-    shape = {"dim": size.text.dim, "n_layers": size.text.layers, "n_heads": size.text.heads}
+    shape: dict[str, Any] = {"dim": size.text.dim, "n_layers": size.text.layers, "n_heads": size.text.heads}
     if task == "slots":
         return SlotModel(size.slots, seed, **shape, **arm.parts(factor))
     if task == "text":
@@ -243,7 +271,7 @@ def measure(scale: str, progress: Callable[[str], None]) -> Outcome:
     for seed in size.seeds:
         for arm in (a for a in arms if a.reads_like is None):
             readers = [a for a in arms if a.reads_like == arm.name]
-            for task in (t for t in TASKS if t == "text" or arm.objective == "next-token"):
+            for task in arm.tasks:
                 progress(f"{arm.name}: {task}, seed {seed}")
                 for name, row in cell(arm, task, seed, size, readers).items():
                     into = scores[task].setdefault(name, {str(n): [] for n in TIMES})
@@ -305,9 +333,9 @@ def lines(table: list[dict[str, Any]]) -> tuple[list[str], list[list[str]]]:
         return f"{row[name] / unit:,.{digits}f} ({row[f'{name} relative']:.2f})"
 
     times = ", ".join(f"{n}x" for n in TIMES)
-    head = ["arm", f"nats per byte at {times}", "recall", "slots", "tokens/s, 1x", "tokens/s, 16x", "peak MB, 16x"]
-    cells = [[row["arm"], at(row, "text", 3), at(row, "recall", 2), at(row, "slots", 2), cost(row, "tokens/s at 1x"),
-              cost(row, "tokens/s at 16x"), cost(row, "peak bytes at 16x", 1e6, 1)] for row in table]
+    head = ["arm", "weights", f"nats per byte at {times}", "recall", "slots", "tokens/s, 1x", "tokens/s, 16x", "peak MB, 16x"]
+    cells = [[row["arm"], f"{row['parameters']:,}", at(row, "text", 3), at(row, "recall", 2), at(row, "slots", 2),
+              cost(row, "tokens/s at 1x"), cost(row, "tokens/s at 16x"), cost(row, "peak bytes at 16x", 1e6, 1)] for row in table]
     return head, cells
 
 

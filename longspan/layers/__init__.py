@@ -26,25 +26,37 @@ from longspan.layers.state import MixerState
 
 if TYPE_CHECKING:
     from longspan.layers.attention import L2A, Softmax
+    from longspan.layers.attention.goat import Goat
+    from longspan.layers.attention.plash import Plash
+    from longspan.layers.attention.prototype_attention import prototype_attention, through_prototypes
+    from longspan.layers.attention.rfa import RFA
     from longspan.layers.memory import LinearAttention, linear_chunked, linear_loop, linear_quadratic
-    from longspan.layers.positions import Alibi, NoPositions, Rope
-    from longspan.layers.sidepaths import ShortConv
-    from longspan.layers.stacks import Plain
+    from longspan.layers.positions import Alibi, NoPositions, Repo, Rope
+    from longspan.layers.sidepaths import TRSP, ShortConv
+    from longspan.layers.stacks import ContextLM, Plain
 
 __getattr__ = exports(
     __name__,
     {
         "Alibi": "positions.alibi",
+        "ContextLM": "stacks.context_lm",
+        "Goat": "attention.goat",
         "L2A": "attention.l2a",
         "LinearAttention": "memory.linear",
         "NoPositions": "positions.none",
         "Plain": "stacks.plain",
+        "Plash": "attention.plash",
+        "RFA": "attention.rfa",
+        "Repo": "positions.repo",
         "Rope": "positions.rope",
         "ShortConv": "sidepaths.short_conv",
         "Softmax": "attention.softmax",
+        "TRSP": "sidepaths.trsp",
         "linear_chunked": "memory.linear",
         "linear_loop": "memory.linear",
         "linear_quadratic": "memory.linear",
+        "prototype_attention": "attention.prototype_attention",
+        "through_prototypes": "attention.prototype_attention",
     },
 )
 
@@ -52,7 +64,9 @@ __all__ = [
     "Alibi",
     "AttentionModule",
     "Context",
+    "ContextLM",
     "Cursor",
+    "Goat",
     "KVState",
     "L2A",
     "LinearAttention",
@@ -61,8 +75,11 @@ __all__ = [
     "MixerState",
     "NoPositions",
     "Plain",
+    "Plash",
     "Position",
     "PositionModule",
+    "RFA",
+    "Repo",
     "Rope",
     "ShortConv",
     "SidePath",
@@ -70,14 +87,17 @@ __all__ = [
     "Softmax",
     "Stack",
     "StackModule",
+    "TRSP",
     "Visible",
     "choose",
     "inverse_frequencies",
     "linear_chunked",
     "linear_loop",
     "linear_quadratic",
+    "prototype_attention",
     "rotate",
     "slopes",
+    "through_prototypes",
     "to_json",
     "who_sees_whom",
     "with_visibility",

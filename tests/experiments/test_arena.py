@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from itertools import pairwise
 
 import pytest
 import torch
@@ -23,7 +24,7 @@ def test_every_question_has_one_answer_above_it(time):
     batch = SpreadRecall(time, 5)(3)
     assert batch.ids.shape == (5, time)
     for ids, labels in zip(batch.ids, batch.labels):
-        told = {int(k): int(v) for k, v in zip(ids[: time // 2], ids[1 : time // 2]) if k < 16 <= v < 32}
+        told = {k: v for k, v in pairwise(ids[: time // 2].tolist()) if k < 16 <= v < 32}
         asked = (labels != IGNORE).nonzero()[:, 0].tolist()
         assert len(told) == len(asked) == 8 and min(asked) >= time // 2
         assert all(labels[t] == ids[t + 1] == told[int(ids[t])] for t in asked)
@@ -75,4 +76,4 @@ def test_the_table_shows_every_arm_once():
     made = arena.row_of(ROPE, scores, {"softmax, rope": row}, SIZE)
     assert made["text"]["1"] == pytest.approx(2.25) and made["text by seed"]["1"] == [1.5, 3.0]
     head, cells = arena.lines([made])
-    assert len(cells) == 1 and len(cells[0]) == len(head) and cells[0][1].startswith("2.250 1.000")
+    assert len(cells) == 1 and len(cells[0]) == len(head) and cells[0][2].startswith("2.250 1.000")
