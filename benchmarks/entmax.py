@@ -18,7 +18,6 @@ import json
 import math
 import platform
 import sys
-import time
 from collections.abc import Callable
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -27,6 +26,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from longspan.experiments.timing import best_of
 from longspan.kernels.entmax import choose_backend, entmax
 from longspan.kernels.entmax_cpu import entmax_forward
 from longspan.reporting import human_seconds
@@ -54,17 +54,6 @@ def theirs(package: Any, alpha: float) -> dict[str, Callable[[Tensor], Tensor]]:
     """The package's functions for this α."""
     found: dict[str, Callable[[Tensor], Tensor]] = {"entmax_bisect": lambda x: package.entmax_bisect(x, alpha)}
     return ({EXACT[alpha]: getattr(package, EXACT[alpha])} if alpha in EXACT else {}) | found
-
-
-def best_of(rounds: int, runs: dict[str, Callable[[], Any]]) -> dict[str, float]:
-    """Best wall time of each run in seconds; the runs take turns."""
-    times: dict[str, list[float]] = {name: [] for name in runs}
-    for _ in range(rounds):
-        for name, run in runs.items():
-            start = time.perf_counter()
-            run()
-            times[name].append(time.perf_counter() - start)
-    return {name: min(seen) for name, seen in times.items()}
 
 
 def measure(package: Any, alpha: float, n_rows: int, rounds: int, keys: int = KEYS, spread: float = 1.0) -> dict[str, Any]:

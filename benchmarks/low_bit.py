@@ -12,14 +12,13 @@ from __future__ import annotations
 
 import argparse
 import json
-import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 
+from longspan.experiments.timing import best_of
 from longspan.kernels.block_sparse import block_sparse_attention
 from longspan.prefill import ReadContext
 from longspan.registry import get
@@ -29,17 +28,6 @@ HEADS, KEY_HEADS, DIM = 9, 3, 64
 GROUPS = ("per_thread", "per_token")
 NOTHING, MUCH = 1e9, 0.05
 """Thresholds: one that no pair of random keys reaches, and one that some pair of most blocks does."""
-
-
-def best_of(rounds: int, runs: dict[str, Callable[[], Any]]) -> dict[str, float]:
-    """Best wall time of each run in seconds; the runs take turns."""
-    times: dict[str, list[float]] = {name: [] for name in runs}
-    for _ in range(rounds):
-        for name, run in runs.items():
-            start = time.perf_counter()
-            run()
-            times[name].append(time.perf_counter() - start)
-    return {name: min(seen) for name, seen in times.items()}
 
 
 def measure(length: int, groups: str, rounds: int) -> dict[str, Any]:

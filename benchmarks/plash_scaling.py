@@ -12,14 +12,13 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
-import time
-from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from longspan.experiments.timing import best_of
 from longspan.layers import Context
 from longspan.registry import get
 from longspan.reporting import human_seconds
@@ -33,17 +32,6 @@ WAYS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 LEAST, MOST = 1.8, 2.3
 """A doubling of the text should cost a factor between these."""
-
-
-def best_of(rounds: int, runs: dict[str, Callable[[], Any]]) -> dict[str, float]:
-    """Best wall time of each run in seconds; the runs take turns."""
-    times: dict[str, list[float]] = {name: [] for name in runs}
-    for _ in range(rounds):
-        for name, run in runs.items():
-            start = time.perf_counter()
-            run()
-            times[name].append(time.perf_counter() - start)
-    return {name: min(seen) for name, seen in times.items()}
 
 
 @torch.inference_mode()

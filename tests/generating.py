@@ -22,3 +22,14 @@ def left_padded(*rows: Tensor, pad: int = 0) -> tuple[Tensor, Tensor]:
     ids = torch.cat([torch.nn.functional.pad(r, (longest - r.shape[1], 0), value=pad) for r in rows])
     mask = torch.cat([torch.nn.functional.pad(torch.ones_like(r), (longest - r.shape[1], 0)) for r in rows])
     return ids, mask
+
+
+def check_generate(model: Any, ids: Tensor) -> None:
+    """`generate` writes what uncached forwards would, greedily and with beams."""
+    plain = {"attention_mask": torch.ones_like(ids), "do_sample": False, "pad_token_id": 2, "eos_token_id": None}
+    want = ids
+    for _ in range(6):
+        want = torch.cat((want, model(want, use_cache=False).logits[:, -1:].argmax(-1)), 1)
+    assert torch.equal(model.generate(ids, max_new_tokens=6, **plain), want)
+    beams = {"max_new_tokens": 5, "num_beams": 3} | plain
+    assert torch.equal(model.generate(ids, **beams), model.generate(ids, use_cache=False, **beams))

@@ -18,7 +18,6 @@ import hashlib
 import inspect
 import json
 import sys
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -32,6 +31,7 @@ from longspan.experiments.base import Experiment, Outcome, by_checks
 from longspan.experiments.byte_lm import ByteLM
 from longspan.experiments.slots import SlotModel, Slots
 from longspan.experiments.spread_recall import SpreadRecall
+from longspan.experiments.timing import best_of
 from longspan.kernels import native
 from longspan.models.decoder import Decoder, DecoderConfig, count_parameters
 from longspan.registry import Refused
@@ -245,15 +245,12 @@ def costs(arms: Sequence[Arm], size: Size, progress: Callable[[str], None]) -> d
     for times in (TIMES[0], TIMES[-1]):
         tokens = max(1, size.text.batch // times) * size.text.length * times
         steps = {arm.name: step_of(arm, size, times) for arm in arms}
-        seconds: dict[str, list[float]] = {name: [] for name in steps}
-        for _ in range(size.rounds + 1):  # the first one warms up
-            for name, step in steps.items():
-                progress(f"timing {name} at {size.text.length * times} tokens")
-                started = time.perf_counter()
-                step()
-                seconds[name].append(time.perf_counter() - started)
+        for name, step in steps.items():  # the first one warms up
+            progress(f"timing {name} at {size.text.length * times} tokens")
+            step()
+        seconds = best_of(size.rounds, steps)
         for name, step in steps.items():
-            found[name] |= {f"tokens/s at {times}x": tokens / min(seconds[name][1:]), f"peak bytes at {times}x": peak_bytes(step)}
+            found[name] |= {f"tokens/s at {times}x": tokens / seconds[name], f"peak bytes at {times}x": peak_bytes(step)}
     return found
 
 

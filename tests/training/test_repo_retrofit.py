@@ -7,6 +7,7 @@ import types
 
 import pytest
 import torch
+from generating import check_generate
 from tiny_folder import write_tiny_folder
 from tiny_models import tiny, tiny_ids
 from transformers import DynamicCache
@@ -182,15 +183,7 @@ def test_prefill_then_decode_is_one_forward(family, per_query_head):
 def test_generate_greedy_beams_and_cropping(implementation):
     model, ids = converted(), tiny_ids(2, 12)
     model.set_attn_implementation(implementation)
-    mask = torch.ones_like(ids)
-    options = {"max_new_tokens": 6, "do_sample": False, "pad_token_id": 2, "eos_token_id": None}
-    got = model.generate(ids, attention_mask=mask, **options)
-    want = ids
-    for _ in range(6):
-        want = torch.cat((want, model(want, use_cache=False).logits[:, -1:].argmax(-1)), 1)
-    assert torch.equal(got, want)
-    beams = model.generate(ids, attention_mask=mask, num_beams=3, **options)
-    assert torch.equal(beams, model.generate(ids, attention_mask=mask, num_beams=3, use_cache=False, **options))
+    check_generate(model, ids)
     cache = model(ids, use_cache=True).past_key_values
     cache.crop(9)
     close(model(ids[:, 9:], past_key_values=cache).logits, model(ids).logits[:, 9:])

@@ -6,6 +6,7 @@ import json
 
 import pytest
 import torch
+from generating import check_generate
 from tiny_folder import write_tiny_folder
 from tiny_models import tiny, tiny_ids
 from transformers import DynamicCache, GPT2Config, GPT2LMHeadModel, GraniteConfig, GraniteForCausalLM
@@ -96,15 +97,7 @@ def test_the_length_read_so_far_is_the_reference():
 
 def test_generate_greedy_and_beams():
     model, ids = smoothed(), tiny_ids(2, 12)
-    mask = torch.ones_like(ids)
-    got = model.generate(ids, attention_mask=mask, max_new_tokens=6, do_sample=False, pad_token_id=2, eos_token_id=None)
-    want = ids
-    for _ in range(6):
-        want = torch.cat((want, model(want, use_cache=False).logits[:, -1:].argmax(-1)), 1)
-    assert torch.equal(got, want)
-    options = {"max_new_tokens": 5, "num_beams": 3, "do_sample": False, "pad_token_id": 2, "eos_token_id": None}
-    cached = model.generate(ids, attention_mask=mask, **options)
-    assert torch.equal(cached, model.generate(ids, attention_mask=mask, use_cache=False, **options))
+    check_generate(model, ids)
     with pytest.raises(Refused, match="can't give back the 2 tokens"):
         model(ids, use_cache=True).past_key_values.crop(-2)
 
