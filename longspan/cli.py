@@ -254,6 +254,60 @@ def reproduce(
 
 
 @app.command()
+def sweep(
+    words: Annotated[list[str], typer.Argument(metavar="FILE | status DIR", help="A grid as YAML, or the folder to ask about.")],
+    out: Annotated[Path | None, typer.Option(help="Folder of the sweep; runs/<name of the file> if left out.")] = None,
+    engine: Annotated[str, typer.Option(help="Who runs the cells: local, processes of this machine.")] = "local",
+    workers: Annotated[int, typer.Option(help="Processes; one thread each if several.")] = 1,
+    as_json: Json = False,
+) -> None:
+    """Run a grid of models, recipes, tasks, lengths and seeds; stop it at any time, run it again to go on.
+
+    Example: `longspan sweep grid.yaml --workers 2 --out runs/grid`, then `longspan sweep status runs/grid`
+    """
+    from longspan.evaluation.sweeps import read_grid, read_status
+    from longspan.evaluation.sweeps import sweep as run_sweep
+    from longspan.terminal import quiet_libraries
+
+    quiet_libraries()
+    if len(words) == 2 and words[0] == "status":
+        state, folder = read_status(Path(words[1])), Path(words[1])
+    elif len(words) == 1:
+        file = Path(words[0])
+        grid, folder = read_grid(file), out or Path("runs") / file.stem
+        with progress_bar("cells") as tick:
+            state = run_sweep(grid, folder, engine, workers, tick)
+        if state.rows:
+            write_sweep_pages(folder, state.rows)
+    else:
+        raise Refused(f"sweep {' '.join(words)}: expected a YAML file, or status and a folder.")
+    if as_json:
+        show({"folder": str(folder)} | state.as_json())
+    else:
+        print(f"{folder}: {state.finished} of {state.total} cells finished, {len(state.failed)} failed, {state.missing} missing.")
+        for name, cells in (("refused", state.refused), ("failed", state.failed)):
+            for cell, reason in cells:
+                print(f"{name}: {cell}: {reason}")
+    if state.failed:
+        raise SystemExit(1)
+
+
+def write_sweep_pages(folder: Path, rows: list[Any]) -> None:
+    """``summary.json`` and a report page for each model."""
+    from longspan.evaluation import summarise
+    from longspan.evaluation.sweeps import by_model
+    from longspan.reporting import write_page
+
+    found = by_model(rows)
+    summaries = {model: summarise(own) for model, own in found.items()}
+    (folder / "summary.json").write_text(json.dumps(summaries, indent=1, default=str) + "\n", encoding="utf-8")
+    for model, own in found.items():
+        plain = "".join(c if c.isalnum() or c in "-." else "-" for c in model)
+        name = "report.html" if len(found) == 1 else f"report-{plain}.html"
+        write_page(folder / name, own, summaries[model], [], {"command": "longspan sweep"})
+
+
+@app.command()
 def plan(
     context: Annotated[int, typer.Option("--context", "-c", min=1, help="Tokens the model must hold.")],
     memory: Annotated[str, typer.Option(help='Memory for the key-value cache, such as "2GiB".')],
@@ -328,14 +382,14 @@ def train(
     stack: Annotated[str | None, typer.Option(help="How layers are stacked; plain if left out.")] = None,
     retrofit: Annotated[str | None, typer.Option(help="Change a pretrained model (--model) instead, such as l2a.")] = None,
     objective: Annotated[str | None, typer.Option(help="What is minimised; next-token, or what the retrofit asks for.")] = None,
-    task: Annotated[str | None, typer.Option(help="A synthetic task (copy, recall) instead of text.")] = None,
+    task: Annotated[str | None, typer.Option(help="A synthetic task (copy, recall, l-cube) instead of text.")] = None,
     text: Annotated[str | None, typer.Option(help="topics, stdlib or a path.")] = None,
     dim: Annotated[int | None, typer.Option(help="Width of the residual stream; 64 if left out.")] = None,
     layers: Annotated[int | None, typer.Option(help="Layers; 2 if left out.")] = None,
     heads: Annotated[int | None, typer.Option(help="Query heads; 4 if left out.")] = None,
     kv_heads: Annotated[int | None, typer.Option(help="Key-value heads; as many as query heads if left out.")] = None,
     context: Annotated[int | None, typer.Option(help="Tokens of a training sequence; 128, or 512 for a retrofit.")] = None,
-    steps: Annotated[int, typer.Option(help="Optimiser steps.")] = 300,
+    steps: Annotated[int | None, typer.Option(help="Optimiser steps; 300, or 1,000 for l-cube.")] = None,
     batch: Annotated[int | None, typer.Option(help="Sequences per step; 16, or 1 for a retrofit.")] = None,
     lr: Annotated[float | None, typer.Option(help="Peak learning rate; 0.002, or 0.00005 for a retrofit.")] = None,
     seed: Annotated[int, typer.Option(help="Seed of weights and data.")] = 0,
@@ -357,16 +411,21 @@ def train(
     small = parts | {"task": task, "dim": dim, "layers": layers, "heads": heads, "kv_heads": kv_heads, "segments": segments}
     del small["objective"]
     both = {"objective": parts["objective"], "text": text, "context": context, "steps": steps, "lr": lr,
-            "batch": 16 if batch is None and retrofit is None else batch,
+            "batch": batch,
             "seed": seed, "precision": precision, "out": out, "resume": resume, "checkpoint_every": checkpoint_every,
             "tensorboard": tensorboard}
     run_training: Any
     if retrofit is None:
         if model is not None:
             raise Refused(f"--model {model!r}: a small decoder starts from nothing; expected --retrofit with it.")
-        from longspan.training.command import TrainOptions as Options
-        from longspan.training.command import train as run_training
+        if task is not None and task.split("(")[0].strip() == "l-cube":
+            from longspan.evaluation.lcube.command import JudgeOptions as Options
+            from longspan.evaluation.lcube.command import judge as run_training
+        else:
+            from longspan.training.command import TrainOptions as Options  # type: ignore[assignment]
+            from longspan.training.command import train as run_training
 
+            both["batch"] = 16 if batch is None else batch
         both |= small
     else:
         if given := next((name for name, value in small.items() if value is not None), None):
@@ -381,7 +440,7 @@ def train(
     given_only: dict[str, Any] = {name: value for name, value in both.items() if value is not None}
     options = Options(**given_only)
     with progress_bar("steps") as tick:
-        report = run_training(options, lambda step, metrics: tick(step, steps, f"loss {metrics['loss']:.3f}"))
+        report = run_training(options, lambda step, metrics: tick(step, options.steps, f"loss {metrics['loss']:.3f}"))
     if as_json:
         show(report)
         return

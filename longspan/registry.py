@@ -67,7 +67,7 @@ CAPABILITIES: dict[str, str] = {
     "lossless": "what is written follows the model's own distribution exactly",
     "draft-model": "proposes with a model, whose queries can be read",
     "needs-draft-queries": "reads the queries of the proposed tokens in the draft",
-    "trains": "has weights or settings of its own that are found for a model once (`longspan profile`)",
+    "trains": "has weights or settings that are learned (`longspan train`) or found for a model once (`longspan profile`)",
     "block-plan": "chooses key blocks per query block",
     "columns": "chooses single key columns",
 }

@@ -34,7 +34,8 @@ def one_table(docs: Path) -> str:
     found = stored(docs)
     head, cells = lines(found["table"])
     seeds = ", ".join(map(str, found["seeds"]))
-    return f"Means over seeds {seeds}; in brackets relative to `{BEHIND}`. Machine: {found['machine']}.\n\n" + table(
+    said = f"Text: means over seeds {seeds}; recall and slots: seed 0. In brackets relative to `{BEHIND}`."
+    return f"{said} Machine: {found['machine']}.\n\n" + table(
         head, cells, "l" + "r" * (len(head) - 1)
     )
 

@@ -113,7 +113,8 @@ class Size:
     recall: SpreadRecall
     slots: Slots
     steps: dict[str, int]
-    seeds: tuple[int, ...]
+    seeds: dict[str, tuple[int, ...]]
+    """Of each task."""
     judge: int
     """Held-out batches a length."""
     rounds: int
@@ -124,9 +125,9 @@ class Size:
 
 SIZES: dict[str, Size] = {
     "smoke": Size(ByteLM(dim=16, heads=1, steps=2, batch=2, length=16, held_out=1), SpreadRecall(64, 2), Slots(48, 2),
-                  {"recall": 2, "slots": 2}, (0,), 1, 1, ("softmax, rope", "rope, yarn", "goat")),
+                  {"recall": 2, "slots": 2}, dict.fromkeys(TASKS, (0,)), 1, 1, ("softmax, rope", "rope, yarn", "goat")),
     "small": Size(ByteLM(), SpreadRecall(32, 64, pairs=4, keys=8, values=8, fillers=4), Slots(48, 64),
-                  {"recall": 400, "slots": 300}, (0, 1), 4, 3),
+                  {"recall": 400, "slots": 300}, {"text": (0, 1), "recall": (0,), "slots": (0,)}, 4, 3),
 }
 
 
@@ -217,7 +218,8 @@ def key(arm: Arm, task: str, seed: int, size: Size, readers: Sequence[Arm]) -> s
     code += [byte_lm, slots, spread_recall, sys.modules[Decoder.__module__], sys.modules[Trainer.__module__]]
     code += [sys.modules[base.__module__] for part in arm.parts().values() for base in type(part).__mro__ if
              base.__module__.startswith("longspan.layers")]
-    texts = [repr((arm, task, seed, size, tuple(readers), torch.__version__))] + [inspect.getsource(m) for m in code]
+    budget = (size.text, size.recall, size.slots, size.steps, size.lr, size.judge)
+    texts = [repr((arm, task, seed, budget, tuple(readers), torch.__version__))] + [inspect.getsource(m) for m in code]
     return hashlib.sha256("\0".join(texts).encode()).hexdigest()[:20]
 
 
@@ -265,10 +267,10 @@ def measure(scale: str, progress: Callable[[str], None]) -> Outcome:
     size = SIZES[scale]
     arms = [arm for arm in ARMS if size.arms is None or arm.name in size.arms]
     scores: dict[str, dict[str, dict[str, list[list[float]]]]] = {task: {} for task in TASKS}
-    for seed in size.seeds:
-        for arm in (a for a in arms if a.reads_like is None):
-            readers = [a for a in arms if a.reads_like == arm.name]
-            for task in arm.tasks:
+    for arm in (a for a in arms if a.reads_like is None):
+        readers = [a for a in arms if a.reads_like == arm.name]
+        for task in arm.tasks:
+            for seed in size.seeds[task]:
                 progress(f"{arm.name}: {task}, seed {seed}")
                 for name, row in cell(arm, task, seed, size, readers).items():
                     into = scores[task].setdefault(name, {str(n): [] for n in TIMES})
@@ -310,12 +312,14 @@ def outcome(scale: str, table: list[dict[str, Any]], size: Size) -> Outcome:
     learned = [row["arm"] for row in table if row.get("recall", {}).get("1", 0.0) >= 0.9]
     measured = {"arms": len(table), "answer most recall questions at the trained length": learned,
                 "rise of nats per byte from 1x to 16x": {name: rise(name) for name in rows},
-                "budget": {"text": vars(size.text), "recall": vars(size.recall), "slots": vars(size.slots), "steps": size.steps}}
+                "budget": {"text": vars(size.text), "recall": vars(size.recall), "slots": vars(size.slots), "steps": size.steps,
+                           "seeds": size.seeds}}
     if scale == "smoke":
         return Outcome(measured, {}, checks, "mechanism-only", "a few steps teach nothing; only the machinery is tried.",
-                       list(size.seeds), table)
+                       list(size.seeds["text"]), table)
     verdict, reason = by_checks(checks)
-    return Outcome(measured, {"rope": "rises", "alibi, goat": "hold"}, checks, verdict, reason, list(size.seeds), table)
+    return Outcome(measured, {"rope": "rises", "alibi, goat": "hold"}, checks, verdict, reason, list(size.seeds["text"]),
+                   table)
 
 
 def lines(table: list[dict[str, Any]]) -> tuple[list[str], list[list[str]]]:

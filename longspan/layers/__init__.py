@@ -25,13 +25,22 @@ from longspan.layers.positions import inverse_frequencies, rotate, slopes
 from longspan.layers.state import MixerState
 
 if TYPE_CHECKING:
-    from longspan.layers.attention import L2A, Softmax
-    from longspan.layers.attention.goat import Goat
-    from longspan.layers.attention.plash import Plash
-    from longspan.layers.attention.prototype_attention import prototype_attention, through_prototypes
-    from longspan.layers.attention.rfa import RFA
-    from longspan.layers.memory import LinearAttention, linear_chunked, linear_loop, linear_quadratic
-    from longspan.layers.positions import Alibi, NoPositions, Repo, Rope
+    from longspan.layers.attention import (
+        L2A,
+        RFA,
+        Differential,
+        Entmax,
+        Gated,
+        Goat,
+        Plash,
+        Selective,
+        Softmax,
+        Softplus,
+        prototype_attention,
+        through_prototypes,
+    )
+    from longspan.layers.memory import LinearAttention, Performer, linear_chunked, linear_loop, linear_quadratic
+    from longspan.layers.positions import Alibi, NoPositions, Ntk, PositionInterpolation, Repo, Rope, Yarn
     from longspan.layers.sidepaths import TRSP, ShortConv
     from longspan.layers.stacks import ContextLM, Plain
 
@@ -40,18 +49,27 @@ __getattr__ = exports(
     {
         "Alibi": "positions.alibi",
         "ContextLM": "stacks.context_lm",
+        "Differential": "attention.differential",
+        "Entmax": "attention.entmax",
+        "Gated": "attention.gated",
         "Goat": "attention.goat",
         "L2A": "attention.l2a",
         "LinearAttention": "memory.linear",
         "NoPositions": "positions.none",
+        "Ntk": "positions.scaled",
+        "Performer": "memory.performer",
         "Plain": "stacks.plain",
         "Plash": "attention.plash",
+        "PositionInterpolation": "positions.scaled",
         "RFA": "attention.rfa",
         "Repo": "positions.repo",
         "Rope": "positions.rope",
+        "Selective": "attention.selective",
         "ShortConv": "sidepaths.short_conv",
         "Softmax": "attention.softmax",
+        "Softplus": "attention.softplus",
         "TRSP": "sidepaths.trsp",
+        "Yarn": "positions.scaled",
         "linear_chunked": "memory.linear",
         "linear_loop": "memory.linear",
         "linear_quadratic": "memory.linear",
@@ -61,6 +79,15 @@ __getattr__ = exports(
 )
 
 __all__ = [
+    "Yarn",
+    "Softplus",
+    "Selective",
+    "PositionInterpolation",
+    "Performer",
+    "Ntk",
+    "Gated",
+    "Entmax",
+    "Differential",
     "Alibi",
     "AttentionModule",
     "Context",

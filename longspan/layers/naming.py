@@ -5,15 +5,21 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from longspan import registry
+from longspan import grammar, registry
 from longspan.registry import Method, Refused, nearest
 
 
 def choose(value: Method | str | dict[str, Any], kind: str) -> Any:
-    """The method of `kind` that `value` stands for: itself, a name with default knobs, or `to_json`'s dictionary.
+    """The method of `kind` that `value` stands for: itself, a text such as ``goat(R=2)``, or `to_json`'s dictionary.
 
     Raises `Refused` for an unknown name (with the nearest of that kind), and for a method of another kind.
     """
+    if isinstance(value, str) and "(" in value:
+        parts = grammar.parse(value)
+        if len(parts) != 1 or parts[0].at is not None:
+            raise Refused(f"{value!r}: expected one {kind}, such as softmax(window=64).")
+        choose(parts[0].call.name, kind)  # refuses a name of another kind before its knobs are looked at
+        return grammar.build(parts[0].call)
     if isinstance(value, Method):
         found = value
     else:

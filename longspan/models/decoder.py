@@ -75,9 +75,11 @@ class DecoderConfig:
             set_(self, name, None if value is None else choose(value, kind))
         unused = self.position.hooks - self.mixer.positions  # type: ignore[union-attr]
         if unused:
+            rotates = "rotate" in self.mixer.positions  # type: ignore[union-attr]
+            fits = "one that rotates, such as 'rope', or 'nope'" if rotates else "'nope'"
             raise Refused(
                 f"position={self.position}: {self.mixer} takes no {' and no '.join(sorted(unused))} from a position "
-                f"scheme; expected position='nope'."
+                f"scheme; expected {fits}."
             )
 
     def as_json(self) -> dict[str, Any]:
@@ -263,6 +265,9 @@ class Decoder(nn.Module):
         """
         if valid is not None and not bool(valid.any(1).all()):
             raise ValueError("generate needs at least one real token in every row")
+        if not ids.shape[1] or max_new_tokens < 0 or (chunk is not None and chunk < 1):
+            raise ValueError("generate needs a prompt of at least one token, max_new_tokens of at least 0 and chunks of at least "
+                             f"1, got {tuple(ids.shape)}, {max_new_tokens} and {chunk}")
         was_training = self.training
         self.eval()
         try:

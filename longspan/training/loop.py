@@ -9,6 +9,7 @@ and resumed ends with the very bits of one that wasn't.
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import json
 import math
 import time
@@ -29,6 +30,21 @@ from longspan.training.optimiser import clip_gradients, make_optimiser, scale_gr
 from longspan.training.truncation import Tally, backward
 
 Progress = Callable[[int, dict[str, float]], None]
+
+
+def contents(batches: Any) -> dict[str, Any]:
+    """What decides the batches of a source that is a dataclass: its plain fields, and a digest of each tensor."""
+    fields = dataclasses.fields(batches) if dataclasses.is_dataclass(batches) else ()
+    found: dict[str, Any] = {"kind": type(batches).__name__} if fields else {}
+    for f in fields:
+        value = getattr(batches, f.name)
+        if isinstance(value, Tensor):
+            found[f.name] = hashlib.sha256(value.detach().cpu().contiguous().numpy().tobytes()).hexdigest()[:16]
+        elif value is None or isinstance(value, str | int | float):
+            found[f.name] = value
+    return found
+
+
 HISTORY_FILE = "history.jsonl"
 
 
@@ -168,7 +184,7 @@ class Trainer:
 
     def _save(self, step: int) -> None:
         assert self.out is not None
-        run = {"config": dataclasses.asdict(self.config), "objective": str(self.objective)}
+        run = {"config": dataclasses.asdict(self.config), "objective": str(self.objective), **self._made_of()}
         self.last_checkpoint = save_checkpoint(
             self.out, step, self.model, self.optimiser, run, self.config.keep_last, self.trainable_only
         )
@@ -189,6 +205,11 @@ class Trainer:
             (self.out / HISTORY_FILE).unlink(missing_ok=True)
         return 0
 
+    def _made_of(self) -> dict[str, dict[str, Any]]:
+        """What the model and the data are made of, where they say so."""
+        as_json = getattr(getattr(self.model, "config", None), "as_json", None)
+        return {"model": {} if as_json is None else as_json(), "data": contents(self.batches)}
+
     def _resume(self) -> int:
         assert self.last_checkpoint is not None and self.out is not None
         before, now = self.last_checkpoint.run, json.loads(json.dumps(dataclasses.asdict(self.config)))
@@ -196,6 +217,11 @@ class Trainer:
         for name, value in (before["config"] | {"objective": before["objective"]}).items():
             if name not in HARMLESS and now.get(name) != value:
                 raise Refused(f"resume: {name}={now.get(name)!r}, but the run began with {value!r}; expected the same.")
+        for what, made in json.loads(json.dumps(self._made_of())).items():
+            for name, value in (before.get(what) or {}).items():
+                if made.get(name, value) != value:
+                    raise Refused(f"resume: the {what}'s {name} is {made[name]!r}, but the run began with {value!r}; expected "
+                                  "the same.")
         step = load_checkpoint(self.last_checkpoint, self.model, self.optimiser)
         file = self.out / HISTORY_FILE
         lines = file.read_text(encoding="utf-8").splitlines() if file.is_file() else []

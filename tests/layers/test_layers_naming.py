@@ -36,3 +36,14 @@ def test_refusals_name_the_nearest(value, message):
     with pytest.raises(Refused) as refused:
         choose(value, "mixer")
     assert message in str(refused.value)
+
+
+def test_a_text_may_set_knobs():
+    made = choose("softmax(window=4)", "mixer")
+    assert made.card.name == "softmax" and made.window == 4
+    with pytest.raises(Refused, match="did you mean 'window'"):
+        choose("softmax(windw=4)", "mixer")
+    with pytest.raises(Refused, match="is a position; expected a mixer"):
+        choose("yarn(factor=2.0)", "mixer")
+    with pytest.raises(Refused, match="expected one mixer"):
+        choose("softmax(window=4) + softmax(window=2)", "mixer")

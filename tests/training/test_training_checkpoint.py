@@ -116,7 +116,7 @@ def test_refusals(make, task, tmp_path):
         train(make(), task, TrainConfig(steps=2), out=tmp_path)
     with pytest.raises(Refused, match=r"lr=0.5, but the run began with 0.001"):
         train(make(), task, TrainConfig(steps=2, lr=0.5), out=tmp_path, resume=True)
-    with pytest.raises(Refused, match="checkpoint is of another model"):
+    with pytest.raises(Refused, match="the model's mixer is"):
         train(make("linear"), task, TrainConfig(steps=2), out=tmp_path, resume=True)
     with pytest.raises(Refused, match="expected the folder of the run"):
         train(make(), task, TrainConfig(steps=2), resume=True)

@@ -87,3 +87,19 @@ def test_defaults_learn_visibly_in_twenty_seconds():
     report = train(TrainOptions())
     assert report["held_out_before"]["nll"] > 5.0 > 2.5 > report["held_out_after"]["nll"]
     assert time.process_time() - started < 20
+
+
+@pytest.mark.parametrize(("change", "said"), [
+    ({"mixer": "selective"}, "the model's mixer is"),
+    ({"mixer": Softmax(window=4)}, "the model's mixer is"),
+    ({"position": "alibi"}, "the model's position is"),
+    ({"batch": 4}, "the data's batch is 4, but the run began with 8"),
+    ({"context": 24}, "the model's vocab_size is 24"),
+    ({"task": "copy"}, "the model's vocab_size is"),
+])  # fmt: skip
+def test_another_model_or_other_data_do_not_resume_a_run(tmp_path, change, said):
+    options = {"task": "recall", "context": 16, "steps": 2, "out": tmp_path} | TINY
+    train(TrainOptions(**options))
+    with pytest.raises(Refused, match=said):
+        train(TrainOptions(**(options | change), resume=True))
+    assert train(TrainOptions(**options, resume=True))["resumed_from"] == 2

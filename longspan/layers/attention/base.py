@@ -74,9 +74,9 @@ def _join(old: Tensor | None, new: Tensor | None, S: int, T: int, fill: int) -> 
         return None
     if old is None:
         assert new is not None
-        old = torch.full_like(new[..., :1], fill).expand(*new.shape[:-1], S)
+        old = new.new_full((*new.shape[:-1], S), fill)
     if new is None:
-        new = torch.full_like(old[..., :1], fill).expand(*old.shape[:-1], T)
+        new = old.new_full((*old.shape[:-1], T), fill)
     return torch.cat((old, new), -1)
 
 

@@ -52,8 +52,8 @@ class RememberingCache(DynamicCache):
 
     def crop(self, tokens_to_remove: int) -> None:
         if tokens_to_remove and self.cursor is not None:
-            raise Refused(f"{type(self).__name__} can't give back the {abs(tokens_to_remove)} tokens a rollback drops, since added "
-                          "modules remember them; expected generation without an assistant model.")
+            raise Refused(f"{type(self).__name__} can't give back the {abs(tokens_to_remove)} tokens a rollback drops, since "
+                          "added modules remember them; expected generation without an assistant model.")
         super().crop(tokens_to_remove)
 
     def reset(self) -> None:

@@ -219,3 +219,13 @@ def test_a_sink_is_one_number_a_head_and_starts_at_zero():
         with context():
             y, _ = module(draw(1, 5, DIM).bfloat16(), Context.of(1, 5))
         assert y.dtype == torch.bfloat16 and y.isfinite().all()
+
+
+def test_a_window_of_one_token_holds_nothing_and_goes_on():
+    """Also when padding was told before and isn't any more."""
+    module, x = Softmax(window=1).build(*SHAPE), draw(2, 5, DIM)
+    valid = torch.tensor([[False, True, True], [True, True, True]])
+    _, state, cursor = read(module, x[:, :3], 3, valid=valid)
+    assert state.length == 0
+    y, _, _ = read(module, x[:, 3:], 2, cursor, state)
+    torch.testing.assert_close(y, read(module, x[:, 3:], 2)[0])

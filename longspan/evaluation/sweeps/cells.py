@@ -1,0 +1,114 @@
+"""The folder of a sweep: one file for each finished cell, whole or not there at all.
+
+``grid.json`` is the sweep as asked for, ``cells/KEY.json`` the rows of a finished cell, ``failed/KEY.json`` why one failed at
+its latest try. A file is written beside its place, flushed to disk and renamed, so that whoever is killed leaves either all
+of it or nothing. Finished cells are never written again; failed ones are tried again by the next run.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from longspan import registry
+from longspan.evaluation.runner import Request, parse_task, run
+from longspan.evaluation.sweeps.grid import Cell, Grid
+from longspan.models import load
+from longspan.recipe import Recipe
+from longspan.registry import Refused
+
+Row = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Folder:
+    """The cells of a sweep on disk."""
+
+    path: Path
+
+    @classmethod
+    def make(cls, path: Path, grid: Grid) -> Folder:
+        """The folder of a sweep, made if it isn't there; of another sweep's folder the finished cells are kept too."""
+        try:
+            for part in ("cells", "failed"):
+                (path / part).mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise Refused(f"--out {str(path)!r} can't be made a folder ({error.strerror}).") from error
+        folder = cls(path)
+        folder._write(path / "grid.json", asdict(grid))
+        return folder
+
+    @classmethod
+    def open(cls, path: Path) -> tuple[Folder, Grid]:
+        """A folder that a sweep was begun in, with its grid. `Refused` where there is none."""
+        file = path / "grid.json"
+        if not file.is_file():
+            raise Refused(f"{str(path)!r}: no sweep there; expected the --out folder of `longspan sweep`.")
+        data: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
+        data |= {name: tuple(value) for name, value in data.items() if isinstance(value, list)}
+        return cls(path), Grid(**data)
+
+    def has(self, cell: Cell) -> bool:
+        return (self.path / "cells" / f"{cell.key}.json").is_file()
+
+    def rows(self, cell: Cell) -> list[Row]:
+        """The rows of a finished cell."""
+        return json.loads((self.path / "cells" / f"{cell.key}.json").read_text(encoding="utf-8"))["rows"]
+
+    def refusal(self, cell: Cell) -> str | None:
+        """Why a finished cell has no rows: its combination is refused as declared; None where it has."""
+        return json.loads((self.path / "cells" / f"{cell.key}.json").read_text(encoding="utf-8")).get("refused")
+
+    def failure(self, cell: Cell) -> str | None:
+        """Why a cell failed at its latest try, None if it didn't."""
+        file = self.path / "failed" / f"{cell.key}.json"
+        return json.loads(file.read_text(encoding="utf-8"))["reason"] if file.is_file() else None
+
+    def finish(self, cell: Cell, result: dict[str, Any]) -> None:
+        """Keep a cell's result: ``{"rows": […], "seconds": …}`` or ``{"refused": …}``."""
+        self._write(self.path / "cells" / f"{cell.key}.json", {"cell": cell.as_json()} | result)
+        (self.path / "failed" / f"{cell.key}.json").unlink(missing_ok=True)
+
+    def fail(self, cell: Cell, reason: str) -> None:
+        """Keep why a cell failed."""
+        self._write(self.path / "failed" / f"{cell.key}.json", {"cell": cell.as_json(), "reason": reason})
+
+    @staticmethod
+    def _write(file: Path, data: Any) -> None:
+        beside = file.with_name(f".{file.name}.{os.getpid()}")
+        with beside.open("w", encoding="utf-8") as out:
+            json.dump(data, out, ensure_ascii=False)
+            out.flush()
+            os.fsync(out.fileno())
+        beside.replace(file)
+
+
+def run_cell(cell: Cell) -> dict[str, Any]:
+    """A cell's result, wherever this runs: rows, or the sentence with which its combination is refused."""
+    started = time.perf_counter()
+    for file in cell.load:
+        registry.load_file(file)
+    loaded = _model(cell)
+    try:
+        request = Request([Recipe.parse(cell.recipe)], [parse_task(cell.task)], [cell.length], cell.examples, cell.seed,
+                          cell.compress, max_new_tokens=cell.max_new_tokens, read_once=cell.read_once)
+        rows = run(loaded, request)
+    except Refused as error:
+        return {"refused": str(error), "rows": [], "seconds": time.perf_counter() - started}
+    return {"rows": rows, "seconds": time.perf_counter() - started}
+
+
+_loaded: dict[tuple[str | None, str | None], Any] = {}
+"""The model of the latest cell of this process."""
+
+
+def _model(cell: Cell) -> Any:
+    key = cell.model, cell.dtype
+    if key not in _loaded:
+        _loaded.clear()
+        _loaded[key] = load(cell.model, dtype=cell.dtype)
+    return _loaded[key]

@@ -1,0 +1,185 @@
+"""A sweep as a file: models x recipes x tasks x lengths x seeds, and the cells it is made of.
+
+A grid is a YAML file::
+
+    models: [smollm2]
+    recipes: [full, "snapkv(budget=0.2)", "streaming-llm(budget=0.5)"]
+    tasks: [niah, ruler-vt]
+    lengths: [512, 1024]
+    seeds: [0, 1]
+    examples: 4
+
+A *cell* is one of each, with all its examples. Its key is a hash of everything that decides its rows: the model's weights,
+the recipe, task and text, length, seed, number of examples, settings, the code of the methods and of the measuring, and
+the libraries' versions. So a finished cell can be told from one that must be run again, whatever the file is called.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import importlib
+import itertools
+import json
+import sys
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from longspan import registry
+from longspan.evaluation.measure import AFTER, BEFORE
+from longspan.evaluation.runner import nested, parse_task
+from longspan.recipe import Recipe
+from longspan.registry import Refused, nearest
+
+AXES = ("models", "recipes", "tasks", "lengths", "seeds")
+MEASURING = ("longspan.evaluation.measure", "longspan.evaluation.base", "longspan.evaluation.metrics",
+             "longspan.context.document", "longspan.models.hook")
+"""Modules that decide every row."""
+LIBRARIES = ("torch", "transformers")
+
+
+@dataclass(frozen=True)
+class Grid:
+    """What to sweep over. Raises `Refused` for anything a cell couldn't be made of."""
+
+    recipes: tuple[str, ...]
+    tasks: tuple[str, ...]
+    models: tuple[str | None, ...] = (None,)
+    """None: the bundled model."""
+    lengths: tuple[int, ...] = (1024,)
+    seeds: tuple[int, ...] = (0,)
+    examples: int = 10
+    compress: str = BEFORE
+    max_new_tokens: int | None = None
+    dtype: str | None = None
+    read_once: bool = False
+    load: tuple[str, ...] = field(default=())
+    """Python files whose methods the recipes may name."""
+
+    def __post_init__(self) -> None:
+        for axis in AXES:
+            values = getattr(self, axis)
+            if not values:
+                raise Refused(f"{axis}: []: expected at least one.")
+            if repeated := [v for i, v in enumerate(values) if v in values[:i]]:
+                raise Refused(f"{axis}: {repeated[0]!r} stands there twice; expected each once.")
+        for name, low in (("lengths", 1), ("seeds", 0)):
+            for value in getattr(self, name):
+                _whole(name, value, low)
+        _whole("examples", self.examples, 1)
+        if self.max_new_tokens is not None:
+            _whole("max_new_tokens", self.max_new_tokens, 1)
+        if self.compress not in (BEFORE, AFTER):
+            raise Refused(f"compress: {self.compress!r}: expected {BEFORE} or {AFTER}.")
+        for file in self.load:
+            registry.load_file(file)
+        for text in self.recipes:
+            Recipe.parse(text)
+        for text in self.tasks:
+            parse_task(text)
+
+    def cells(self) -> Iterator[Cell]:
+        """Every cell; recipes change fastest, so that those that read the same examples are run next to each other."""
+        axes = (self.models, self.tasks, self.lengths, self.seeds, self.recipes)
+        for model, task, length, seed, recipe in itertools.product(*axes):
+            yield Cell(model, recipe, task, length, seed, self.examples, self.compress, self.max_new_tokens, self.dtype,
+                       self.read_once, self.load)
+
+
+def _whole(name: str, value: Any, low: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value < low:
+        raise Refused(f"{name}: {value!r}: expected a whole number of at least {low}.")
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One of each axis, and the settings they share."""
+
+    model: str | None
+    recipe: str
+    task: str
+    length: int
+    seed: int
+    examples: int
+    compress: str = BEFORE
+    max_new_tokens: int | None = None
+    dtype: str | None = None
+    read_once: bool = False
+    load: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        model = "" if self.model is None else f"{self.model} · "
+        return f"{model}{self.recipe} · {self.task} · {self.length:,} tokens · seed {self.seed}"
+
+    def as_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, data: dict[str, Any]) -> Cell:
+        return cls(**(data | {"load": tuple(data["load"])}))
+
+    @functools.cached_property
+    def key(self) -> str:
+        """The hash of all that decides this cell's rows."""
+        recipe, task = Recipe.parse(self.recipe), parse_task(self.task)
+        code = sorted({type(m).__module__ for m in (*nested(recipe.methods), task)} | set(MEASURING))
+        text = task.text
+        named = self.as_json() | {
+            "weights": _weights(self.model), "recipe": str(recipe), "task": str(task), "load": None,
+            "text": "" if text is None else text.sha256, "code": [_digest(_file(name)) for name in code],
+            "libraries": [importlib.import_module(name).__version__ for name in LIBRARIES],
+        }
+        return hashlib.sha256(json.dumps(named, sort_keys=True).encode()).hexdigest()[:32]
+
+
+@functools.cache
+def _weights(model: str | None) -> str:
+    from longspan.models.load import fingerprint, resolve
+
+    return fingerprint(resolve(model)[0])
+
+
+def _file(module: str) -> str:
+    found = importlib.import_module(module) if module not in sys.modules else sys.modules[module]
+    return str(found.__file__)
+
+
+@functools.cache
+def _digest(file: str) -> str:
+    return hashlib.sha256(Path(file).read_bytes()).hexdigest()
+
+
+def read_grid(path: Path) -> Grid:
+    """The grid of a YAML file.
+
+    Raises:
+        Refused: no such file, no YAML, an entry that doesn't exist (with the nearest), or values of another kind.
+    """
+    import yaml
+
+    if not path.is_file():
+        raise Refused(f"{str(path)!r}: no such file; expected a YAML file with recipes and tasks.")
+    try:
+        data = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        where = str(error).split("\n")[0]
+        raise Refused(f"{str(path)!r} is not YAML ({where}); expected entries such as recipes: [full].") from error
+    if not isinstance(data, dict):
+        raise Refused(f"{str(path)!r}: expected entries such as recipes: [full] and tasks: [niah].")
+    names = list(Grid.__dataclass_fields__)
+    for name in data:
+        if name not in names:
+            raise Refused(f"{str(path)!r}: {nearest(str(name), names, 'entry')}")
+    for name in ("recipes", "tasks"):
+        if name not in data:
+            such = "full" if name == "recipes" else "niah"
+            raise Refused(f"{str(path)!r} has no {name}; expected a list, such as {name}: [{such}].")
+    given = {name: data[name] for name in (*AXES, "load") if name in data}
+    lists = {name: tuple(value if isinstance(value, list) else [value]) for name, value in given.items()}
+    for name in ("recipes", "tasks", "models", "load"):
+        for value in lists.get(name, ()):
+            if not isinstance(value, str) and not (name == "models" and value is None):
+                raise Refused(f"{str(path)!r}: {name}: {value!r}: expected text, in quotes if it holds brackets.")
+    return Grid(**(data | lists))
