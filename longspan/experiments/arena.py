@@ -127,7 +127,7 @@ SIZES: dict[str, Size] = {
     "smoke": Size(ByteLM(dim=16, heads=1, steps=2, batch=2, length=16, held_out=1), SpreadRecall(64, 2), Slots(48, 2),
                   {"recall": 2, "slots": 2}, dict.fromkeys(TASKS, (0,)), 1, 1, ("softmax, rope", "rope, yarn", "goat")),
     "small": Size(ByteLM(), SpreadRecall(32, 64, pairs=4, keys=8, values=8, fillers=4), Slots(48, 64),
-                  {"recall": 400, "slots": 300}, {"text": (0, 1), "recall": (0,), "slots": (0,)}, 4, 3),
+                  {"recall": 400, "slots": 300}, {"text": (0, 1), "recall": (0,), "slots": (0,)}, 4, 10),
 }
 
 
