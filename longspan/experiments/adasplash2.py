@@ -25,11 +25,11 @@ from torch import Tensor
 
 from longspan.experiments.base import Experiment, Outcome, by_checks
 from longspan.experiments.hidden import plain_prose
+from longspan.experiments.noted import noted
 from longspan.kernels.entmax import below_top, by_sorting, entmax, histogram, histogram_root, threshold
 from longspan.kernels.entmax_attention import Tiles, entmax_attention
 from longspan.kernels.entmax_tiles import TILE, packed
-from longspan.models import LayerCall, load
-from longspan.recipe import Recipe
+from longspan.models import load
 from longspan.registry import Refused
 
 BINS, ALPHA = 8, 1.5
@@ -117,7 +117,8 @@ def on_a_model(size: dict[str, Any]) -> dict[str, Any]:
     ids = loaded.tokenizer(" ".join(plain_prose()), add_special_tokens=False)["input_ids"][: size["tokens"]]
     heads = list(size["heads"])
     per_layer, supports, empty = [], [], {alpha: [] for alpha in EMPTY}  # type: ignore[var-annotated]
-    for q, k, scale in noted(loaded.model, ids, size["layers"]):
+    for x in noted(loaded.model, ids, size["layers"]).values():
+        q, k, scale = x.q, x.k, x.scale
         group = q.shape[1] // k.shape[1]
         keys = k[0, [h // group for h in heads]]
         for query, key in zip(q[0, heads].double(), keys.double()):
@@ -131,23 +132,6 @@ def on_a_model(size: dict[str, Any]) -> dict[str, Any]:
             for name, seen in over_heads.items()} | {
         f"mean support of the last {SUPPORT_ROWS} rows": float(np.mean(supports)),
         **{f"empty tiles, alpha={alpha}": float(np.mean(found)) for alpha, found in empty.items()}}
-
-
-@torch.inference_mode()
-def noted(model: Any, ids: list[int], layers: tuple[int, ...]) -> list[tuple[Tensor, Tensor, float]]:
-    """Rotated queries and keys of some layers, and the scale of their scores."""
-    found: list[tuple[Tensor, Tensor, float]] = []
-    with Recipe().on(model) as active:
-        plain = active.attend
-
-        def attend_and_note(call: LayerCall) -> Tensor:
-            if call.layer in layers:
-                found.append((call.q, call.k, call.scale))
-            return plain(call)
-
-        active.attend = attend_and_note  # type: ignore[method-assign]
-        model(input_ids=torch.tensor([ids], device=model.device), use_cache=False, logits_to_keep=1)
-    return found
 
 
 def causal(scores: Float[Tensor, "n n"]) -> Float[Tensor, "n n"]:

@@ -21,8 +21,8 @@ from longspan.registry import Refused, nearest
 SCALES = ("smoke", "small", "paper")
 VERDICTS = ("reproduced", "mechanism-only", "failed")
 FOLDER = Path(__file__).parent
-NOT_EXPERIMENTS = ("__init__", "base", "block_replay", "byte_lm", "hidden", "pooling", "l2a_identities", "ordering", "slots",
-                   "spread_recall", "timing")
+NOT_EXPERIMENTS = ("__init__", "base", "block_replay", "byte_lm", "hidden", "pooling", "l2a_identities", "noted", "ordering",
+                   "slots", "spread_recall", "timing")
 
 
 @dataclass

@@ -27,12 +27,12 @@ from torch import Tensor
 from longspan.evaluation.texts import load_text
 from longspan.experiments.base import Experiment, Outcome, by_checks
 from longspan.experiments.hidden import plain_prose
+from longspan.experiments.noted import noted
 from longspan.kernels import attend
 from longspan.kernels.sketch import TensorSketch
 from longspan.layers.attention.prototype_attention import through_prototypes
 from longspan.layers.attention.prototypes import Prototypes, centres, keep_exact, pool
-from longspan.models import LayerCall, load
-from longspan.recipe import Recipe
+from longspan.models import load
 from longspan.registry import Refused
 
 FIRST, SINK, ROUNDS, CLIP, WIDTHS, SEED = 4, 0.1, 10, 2.0, (64, 1024), 0
@@ -51,7 +51,6 @@ SIZES: dict[str, dict[str, Any]] = {
     "smoke": {"tokens": 160, "queries": 16, "keys": 140, "layers": (3,), "M": (16,)},
     "small": {"tokens": 1024, "queries": 128, "keys": 900, "layers": (3, 12, 21), "M": (64, 128)},
 }
-Noted = tuple[Float[Tensor, "H T D"], Float[Tensor, "G N D"], Float[Tensor, "G N D"]]
 
 
 def measure(scale: str, progress: Callable[[str], None]) -> Outcome:
@@ -63,29 +62,13 @@ def measure(scale: str, progress: Callable[[str], None]) -> Outcome:
     texts = {"docstrings": load_text("docstrings").text, "prose": " ".join(plain_prose())}
     for name, text in texts.items():
         ids = loaded.tokenizer(text[: 12 * size["tokens"]], add_special_tokens=False)["input_ids"][: size["tokens"]]
-        for layer, (q, k, v) in noted(loaded.model, ids, size["layers"]).items():
+        for layer, x in noted(loaded.model, ids, size["layers"]).items():
+            q, k, v = x.q[0], x.k[0], x.v[0]
             progress(f"{name}, layer {layer}")
             before, shown = q[:, : -size["queries"]], (q[:, -size["queries"] :], k[:, : size["keys"]], v[:, : size["keys"]])
             for kept, exact in zip(KEPT, (list(range(FIRST)), with_sinks(before, shown[1]))):
                 table += [{"text": name, "layer": layer, "kept": kept} | row for M in size["M"] for row in arms(*shown, M, exact)]
     return judged(scale, table, list(texts), size["M"])
-
-
-@torch.inference_mode()
-def noted(model: Any, ids: list[int], layers: tuple[int, ...]) -> dict[int, Noted]:
-    """Rotated queries and keys, and values, of some layers."""
-    found: dict[int, Noted] = {}
-    with Recipe().on(model) as active:
-        plain = active.attend
-
-        def attend_and_note(call: LayerCall) -> Tensor:
-            if call.layer in layers:
-                found[call.layer] = (call.q[0], call.k[0], call.v[0])
-            return plain(call)
-
-        active.attend = attend_and_note  # type: ignore[method-assign]
-        model(input_ids=torch.tensor([ids], device=model.device), use_cache=False, logits_to_keep=1)
-    return found
 
 
 @torch.inference_mode()

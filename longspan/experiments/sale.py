@@ -21,9 +21,10 @@ from torch import Tensor
 from longspan.context import Context
 from longspan.evaluation.texts import load_text
 from longspan.experiments.base import Experiment, Outcome, by_checks
+from longspan.experiments.noted import noted
 from longspan.kernels import ReadPlan, block_sparse_attention
 from longspan.kernels.plan import visible_blocks
-from longspan.models import LayerCall, Loaded, load, profiles
+from longspan.models import Loaded, load, profiles
 from longspan.models.profiles import Profile
 from longspan.prefill import ReadContext
 from longspan.prefill.base import dense_plan, keep_top_k, pooled
@@ -63,23 +64,6 @@ def measure(scale: str, progress: Callable[[str], None]) -> Outcome:
         table += [{"layer": layer} | row for row in choices(x, size["first_row"])]
     nll = predicted(loaded, window, following, size["prompt"], progress)
     return judged(scale, table, nll)
-
-
-@torch.inference_mode()
-def noted(model: Any, ids: list[int], layers: tuple[int, ...]) -> dict[int, ReadContext]:
-    """What attention is given in some layers."""
-    found: dict[int, ReadContext] = {}
-    with Recipe().on(model) as active:
-        plain = active.attend
-
-        def attend_and_note(call: LayerCall) -> Tensor:
-            if call.layer in layers:
-                found[call.layer] = ReadContext(call.q, call.k, call.v, call.scale, layer=call.layer)
-            return plain(call)
-
-        active.attend = attend_and_note  # type: ignore[method-assign]
-        model(input_ids=torch.tensor([ids], device=model.device), use_cache=False, logits_to_keep=1)
-    return found
 
 
 def written(text: str) -> Sale:
