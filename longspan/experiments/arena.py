@@ -17,7 +17,6 @@ from __future__ import annotations
 import hashlib
 import inspect
 import json
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -25,7 +24,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from longspan import grammar
+from longspan.evaluation.sweeps import code_digest
 from longspan.experiments import byte_lm, slots, spread_recall
 from longspan.experiments.base import Experiment, Outcome, by_checks
 from longspan.experiments.byte_lm import ByteLM
@@ -33,7 +32,8 @@ from longspan.experiments.slots import SlotModel, Slots
 from longspan.experiments.spread_recall import SpreadRecall
 from longspan.experiments.timing import best_of
 from longspan.kernels import native
-from longspan.models.decoder import Decoder, DecoderConfig, count_parameters
+from longspan.layers import choose
+from longspan.models.decoder import PARTS, Decoder, DecoderConfig, count_parameters
 from longspan.registry import Refused
 from longspan.training import IGNORE, Batch, TrainConfig, Trainer
 from longspan.training import Outcome as StepOutcome
@@ -41,7 +41,6 @@ from longspan.training.peak import peak_bytes
 
 TIMES = (1, 2, 4, 8, 16)
 TASKS = ("text", "recall", "slots")
-PARTS = ("mixer", "position", "side_path", "stack")
 
 
 @dataclass(frozen=True)
@@ -61,12 +60,7 @@ class Arm:
     def parts(self, factor: int = 1) -> dict[str, Any]:
         """The methods of the decoder's parts."""
         texts = {name: getattr(self, name) for name in PARTS}
-        return {name: method(text.format(factor=factor)) for name, text in texts.items() if text is not None}
-
-
-def method(text: str) -> Any:
-    """The method that a text such as ``goat(R=2)`` names."""
-    return grammar.build(grammar.parse(text)[0].call)
+        return {name: choose(text.format(factor=factor), PARTS[name]) for name, text in texts.items() if text is not None}
 
 
 ARMS: tuple[Arm, ...] = (
@@ -141,7 +135,7 @@ def answer(model: SlotModel, batch: Batch, state: Any = None) -> StepOutcome:
 
 def trained(arm: Arm, task: str, size: Size, seed: int) -> Any:
     """The arm's model for a task, trained."""
-    objective = method(arm.objective)
+    objective = choose(arm.objective, "objective")
     if task == "text":
         return byte_lm.fit(size.text, seed, objective, **arm.parts())
     config = TrainConfig(steps=size.steps[task], lr=size.lr[task], warmup=3 * size.steps[task] // 10, final_lr=0.0,
@@ -213,13 +207,11 @@ def cell(arm: Arm, task: str, seed: int, size: Size, readers: Sequence[Arm] = ()
 
 
 def key(arm: Arm, task: str, seed: int, size: Size, readers: Sequence[Arm]) -> str:
-    """Hash of all that determines a cell: the arm, the budget, the data's and the parts' code, and PyTorch."""
-    code = [sys.modules[type(part).__module__] for part in (*arm.parts().values(), method(arm.objective))]
-    code += [byte_lm, slots, spread_recall, sys.modules[Decoder.__module__], sys.modules[Trainer.__module__]]
-    code += [sys.modules[base.__module__] for part in arm.parts().values() for base in type(part).__mro__ if
-             base.__module__.startswith("longspan.layers")]
+    """Hash of all that decides a cell: the arm, the budget, the code that makes, trains and feeds a decoder, and PyTorch."""
     budget = (size.text, size.recall, size.slots, size.steps, size.lr, size.judge)
-    texts = [repr((arm, task, seed, budget, tuple(readers), torch.__version__))] + [inspect.getsource(m) for m in code]
+    texts = [repr((arm, task, seed, budget, tuple(readers), torch.__version__))]
+    texts.append(code_digest(("kernels", "layers", "models", "training")))
+    texts += [inspect.getsource(module) for module in (byte_lm, slots, spread_recall)]
     return hashlib.sha256("\0".join(texts).encode()).hexdigest()[:20]
 
 
@@ -232,7 +224,7 @@ def step_of(arm: Arm, size: Size, times: int) -> Callable[[], None]:
     rows, length = max(1, size.text.batch // times), size.text.length * times
     ids = byte_lm.source()[: rows * length + 1]
     batch = Batch(ids[:-1].view(rows, length), ids[1:].view(rows, length))
-    objective = method(arm.objective)
+    objective = choose(arm.objective, "objective")
 
     def step() -> None:
         objective(model, batch, None).loss.backward()

@@ -10,8 +10,9 @@ A grid is a YAML file::
     examples: 4
 
 A *cell* is one of each, with all its examples. Its key is a hash of everything that decides its rows: the model's weights,
-the recipe, task and text, length, seed, number of examples, settings, the code of the methods and of the measuring, and
-the libraries' versions. So a finished cell can be told from one that must be run again, whatever the file is called.
+the recipe, task and text, length, seed, number of examples, settings, the package's code and shipped weights, the user's
+own method files, and the libraries' versions; profiles that a user made are not part of it. So a finished cell can be told
+from one that must be run again, whatever the file is called.
 """
 
 from __future__ import annotations
@@ -21,7 +22,6 @@ import hashlib
 import importlib
 import itertools
 import json
-import sys
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -29,14 +29,14 @@ from typing import Any
 
 from longspan import registry
 from longspan.evaluation.measure import AFTER, BEFORE
-from longspan.evaluation.runner import nested, parse_task
+from longspan.evaluation.runner import own_code, parse_task
 from longspan.recipe import Recipe
 from longspan.registry import Refused, nearest
 
 AXES = ("models", "recipes", "tasks", "lengths", "seeds")
-MEASURING = ("longspan.evaluation.measure", "longspan.evaluation.base", "longspan.evaluation.metrics",
-             "longspan.context.document", "longspan.models.hook")
-"""Modules that decide every row."""
+ROOMS = ("kernels", "layers", "models", "prefill", "cache", "decoding", "weights", "context", "evaluation")
+"""Rooms whose code decides rows, with what was trained here and comes with them."""
+SOURCES = (".py", ".c", ".h", ".json", ".safetensors")
 LIBRARIES = ("torch", "transformers")
 
 
@@ -124,11 +124,10 @@ class Cell:
     def key(self) -> str:
         """The hash of all that decides this cell's rows."""
         recipe, task = Recipe.parse(self.recipe), parse_task(self.task)
-        code = sorted({type(m).__module__ for m in (*nested(recipe.methods), task)} | set(MEASURING))
         text = task.text
         named = self.as_json() | {
             "weights": _weights(self.model), "recipe": str(recipe), "task": str(task), "load": None,
-            "text": "" if text is None else text.sha256, "code": [_digest(_file(name)) for name in code],
+            "text": "" if text is None else text.sha256, "code": code_digest(ROOMS), **own_code(recipe),
             "libraries": [importlib.import_module(name).__version__ for name in LIBRARIES],
         }
         return hashlib.sha256(json.dumps(named, sort_keys=True).encode()).hexdigest()[:32]
@@ -141,14 +140,15 @@ def _weights(model: str | None) -> str:
     return fingerprint(resolve(model)[0])
 
 
-def _file(module: str) -> str:
-    found = importlib.import_module(module) if module not in sys.modules else sys.modules[module]
-    return str(found.__file__)
-
-
 @functools.cache
-def _digest(file: str) -> str:
-    return hashlib.sha256(Path(file).read_bytes()).hexdigest()
+def code_digest(rooms: tuple[str, ...]) -> str:
+    """A hash of every file of these rooms, and of the modules that stand beside them."""
+    root = Path(registry.__file__).parent
+    files = [*root.glob("*.py"), *(f for room in rooms for f in (root / room).rglob("*") if f.suffix in SOURCES)]
+    found = hashlib.sha256()
+    for file in sorted(files):
+        found.update(file.relative_to(root).as_posix().encode() + b"\0" + file.read_bytes())
+    return found.hexdigest()
 
 
 def read_grid(path: Path) -> Grid:
