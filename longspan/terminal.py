@@ -61,6 +61,19 @@ def own_methods(files: list[Path] | None) -> None:
         registry.load_file(file)
 
 
+def parse_recipes(texts: list[str]) -> list[Any]:
+    from longspan.recipe import Recipe
+
+    return [Recipe.parse(text) for text in texts]
+
+
+def choose_recipe(loaded: Any, length: int) -> Any:
+    """What `auto` stands for: the cheapest recipe that measured results allow at this length."""
+    from longspan.evaluation.planner import choose
+
+    return choose(loaded, length)
+
+
 def load_model(model: str | None, dtype: str | None) -> Any:
     from longspan.models import load as load_any
 

@@ -21,7 +21,7 @@ PACKAGE = ROOT / "longspan"
 ORDER = [
     ["registry", "grammar"], ["kernels"], ["layers"], ["models"], ["prefill"], ["cache"], ["decoding"], ["recipe"],
     ["training", "weights", "coding", "parallel", "sequences", "theory"], ["context"], ["evaluation"],
-    ["experiments", "reporting"], ["serving"], ["terminal"], ["cli"],
+    ["experiments", "reporting"], ["serving"], ["terminal"], ["commands"], ["cli"],
 ]
 RANK = {room: i for i, rooms in enumerate(ORDER) for room in rooms}
 

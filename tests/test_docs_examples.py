@@ -38,7 +38,7 @@ def test_the_command_check_notices_mistakes():
 @pytest.mark.parametrize("name", commands.commands())
 def test_the_reference_lists_every_option(name):
     section = (DOCS / "command-line.md").read_text(encoding="utf-8").split(f"\n## {name}\n")[1].split("\n## ")[0]
-    tree = ast.parse((ROOT / "longspan/cli.py").read_text(encoding="utf-8"))
+    tree = ast.parse((ROOT / f"longspan/commands/{name}.py").read_text(encoding="utf-8"))
     function = next(n for n in tree.body if isinstance(n, ast.FunctionDef) and n.name == name)
     for argument in function.args.args:
         spelled = "json" if argument.arg == "as_json" else argument.arg.replace("_", "-")

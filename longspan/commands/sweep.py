@@ -1,0 +1,63 @@
+"""``longspan sweep`` and ``longspan sweep status``: grids of cells."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from longspan.registry import Refused
+from longspan.terminal import Json, progress_bar, quiet_libraries, show
+
+
+def sweep(
+    words: Annotated[list[str], typer.Argument(metavar="FILE | status DIR", help="A grid as YAML, or the folder to ask about.")],
+    out: Annotated[Path | None, typer.Option(help="Folder of the sweep; runs/<name of the file> if left out.")] = None,
+    engine: Annotated[str, typer.Option(help="Who runs the cells: local, processes of this machine.")] = "local",
+    workers: Annotated[int, typer.Option(help="Processes; one thread each if several.")] = 1,
+    as_json: Json = False,
+) -> None:
+    """Run a grid of models, recipes, tasks, lengths and seeds; stop it at any time, run it again to go on.
+
+    Example: `longspan sweep grid.yaml --workers 2 --out runs/grid`, then `longspan sweep status runs/grid`
+    """
+    from longspan.evaluation.sweeps import read_grid, read_status
+    from longspan.evaluation.sweeps import sweep as run_sweep
+    quiet_libraries()
+    if len(words) == 2 and words[0] == "status":
+        state, folder = read_status(Path(words[1])), Path(words[1])
+    elif len(words) == 1:
+        file = Path(words[0])
+        grid, folder = read_grid(file), out or Path("runs") / file.stem
+        with progress_bar("cells") as tick:
+            state = run_sweep(grid, folder, engine, workers, tick)
+        if state.rows:
+            write_sweep_pages(folder, state.rows)
+    else:
+        raise Refused(f"sweep {' '.join(words)}: expected a YAML file, or status and a folder.")
+    if as_json:
+        show({"folder": str(folder)} | state.as_json())
+    else:
+        print(f"{folder}: {state.finished} of {state.total} cells finished, {len(state.failed)} failed, {state.missing} missing.")
+        for name, cells in (("refused", state.refused), ("failed", state.failed)):
+            for cell, reason in cells:
+                print(f"{name}: {cell}: {reason}")
+    if state.failed:
+        raise SystemExit(1)
+
+
+def write_sweep_pages(folder: Path, rows: list[Any]) -> None:
+    """``summary.json`` and a report page for each model."""
+    from longspan.evaluation import summarise
+    from longspan.evaluation.sweeps import by_model
+    from longspan.reporting import write_page
+
+    found = by_model(rows)
+    summaries = {model: summarise(own) for model, own in found.items()}
+    (folder / "summary.json").write_text(json.dumps(summaries, indent=1, default=str) + "\n", encoding="utf-8")
+    for model, own in found.items():
+        plain = "".join(c if c.isalnum() or c in "-." else "-" for c in model)
+        name = "report.html" if len(found) == 1 else f"report-{plain}.html"
+        write_page(folder / name, own, summaries[model], [], {"command": "longspan sweep"})
