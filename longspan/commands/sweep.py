@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -15,8 +16,11 @@ from longspan.terminal import Json, progress_bar, quiet_libraries, show
 def sweep(
     words: Annotated[list[str], typer.Argument(metavar="FILE | status DIR", help="A grid as YAML, or the folder to ask about.")],
     out: Annotated[Path | None, typer.Option(help="Folder of the sweep; runs/<name of the file> if left out.")] = None,
-    engine: Annotated[str, typer.Option(help="Who runs the cells: local, processes of this machine.")] = "local",
-    workers: Annotated[int, typer.Option(help="Processes; one thread each if several.")] = 1,
+    engine: Annotated[str, typer.Option(help="Who runs the cells: local (processes of this machine) or ray.")] = "local",
+    workers: Annotated[int | None, typer.Option(help="Cells at once, one thread each if several; 1 if left out, and on a cluster "
+                                                "one for each processor.")] = None,
+    address: Annotated[str | None, typer.Option(help="A Ray cluster's address, auto for this machine's; one is made for the run "
+                                                "if left out.")] = None,
     as_json: Json = False,
 ) -> None:
     """Run a grid of models, recipes, tasks, lengths and seeds; stop it at any time, run it again to go on.
@@ -32,7 +36,7 @@ def sweep(
         file = Path(words[0])
         grid, folder = read_grid(file), out or Path("runs") / file.stem
         with progress_bar("cells") as tick:
-            state = run_sweep(grid, folder, engine, workers, tick)
+            state = run_sweep(grid, folder, engine, workers, tick, address)
         if state.rows:
             write_sweep_pages(folder, state.rows)
     else:
@@ -41,11 +45,24 @@ def sweep(
         show({"folder": str(folder)} | state.as_json())
     else:
         print(f"{folder}: {state.finished} of {state.total} cells finished, {len(state.failed)} failed, {state.missing} missing.")
+        if state.busy:
+            print(at_work(state.run))
         for name, cells in (("refused", state.refused), ("failed", state.failed)):
             for cell, reason in cells:
                 print(f"{name}: {cell}: {reason}")
     if state.failed:
         raise SystemExit(1)
+
+
+def at_work(run: Any) -> str:
+    """A run under way, in one line."""
+    from longspan.evaluation.sweeps import duration
+
+    if run is None or not run.done:
+        return "A run is at work; no cell of it is done yet."
+    ago = duration(time.time() - run.at)
+    return (f"Process {run.process} on {run.host} is at work ({run.engine}): {run.done} of {run.cells} cells of this run done, "
+            f"{duration(run.left)} left, the latest {ago} ago.")
 
 
 def write_sweep_pages(folder: Path, rows: list[Any]) -> None:

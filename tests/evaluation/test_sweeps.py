@@ -15,9 +15,11 @@ import pytest
 from tiny_folder import write_tiny_folder
 
 from longspan import registry
+from longspan.commands.sweep import at_work
 from longspan.evaluation import Request, parse_task, run
 from longspan.evaluation.sweeps import Folder, Grid, command, read_grid, read_status, state_of, sweep
 from longspan.evaluation.sweeps.command import duration
+from longspan.evaluation.sweeps.engines import ENGINES
 from longspan.models import load
 from longspan.recipe import Recipe
 from longspan.registry import Refused
@@ -146,16 +148,37 @@ def test_a_declared_refusal_is_a_result_and_a_failure_is_tried_again(tmp_path, g
 
 
 def test_half_a_file_is_no_cell(tmp_path, grid):
-    folder = Folder.make(tmp_path, grid)
+    folder = Folder.make(tmp_path)
     cell = next(iter(grid.cells()))
     (tmp_path / "cells" / f".{cell.key}.json.123").write_text('{"rows": [')
     assert not folder.has(cell) and state_of(folder, grid).missing == 4
 
 
-@pytest.mark.parametrize(("engine", "workers", "said"), [("locl", 1, "did you mean 'local'"), ("local", 0, "at least 1")])
-def test_engines_that_cannot_be(tmp_path, grid, engine, workers, said):
+@pytest.mark.parametrize(("options", "said"), [
+    ({"engine": "locl"}, "did you mean 'local'"), ({"workers": 0}, "at least 1"),
+    ({"address": "auto"}, "--address auto: only a Ray cluster has one")])  # fmt: skip
+def test_engines_that_cannot_be(tmp_path, grid, options, said):
     with pytest.raises(Refused, match=said):
-        sweep(grid, tmp_path, engine, workers)
+        sweep(grid, tmp_path, **options)
+
+
+def test_two_runs_do_not_share_a_folder(tmp_path, grid, monkeypatch, capsys):
+    seen = []
+
+    def engine(cells, *_):
+        for cell in cells:
+            yield cell, {"rows": []}
+            seen.append(read_status(tmp_path))
+            with pytest.raises(Refused, match=f"another run is at work there .process {os.getpid()} on"):
+                sweep(grid, tmp_path)
+
+    monkeypatch.setattr(command, "run_cells", engine)
+    sweep(grid, tmp_path)
+    assert [(s.busy, s.finished, s.run.done, s.run.cells) for s in seen] == [(True, n, n, 4) for n in (1, 2, 3, 4)]
+    assert seen[1].as_json()["seconds_left"] == seen[1].run.left >= 0
+    assert "2 of 4 cells of this run done, " in at_work(seen[1].run)
+    after = read_status(tmp_path)
+    assert (after.busy, after.finished, after.as_json()["seconds_left"]) == (False, 4, None)
 
 
 @pytest.mark.slow
@@ -176,11 +199,16 @@ def test_a_worker_that_is_killed_takes_nothing_along(tmp_path, grid, monkeypatch
 
 
 @pytest.mark.slow
-def test_a_driver_that_is_killed_goes_on_where_it_was(tmp_path, grid):
+@pytest.mark.parametrize("engine", ENGINES)
+def test_a_driver_that_is_killed_goes_on_where_it_was(tmp_path, grid, engine):
+    if engine == "ray":
+        pytest.importorskip("ray")
     file = write(tmp_path / "grid.yaml", as_yaml(replace(grid, seeds=tuple(range(12)))))
     words = [sys.executable, "-m", "longspan.cli", "sweep", str(file), "--out", str(tmp_path / "out"), "--json"]
+    words += ["--engine", engine]
     root = Path(__file__).resolve().parents[2]
-    environment = os.environ | {"PYTHONPATH": str(root), "OMP_NUM_THREADS": "1"}
+    path = os.pathsep.join([str(root), os.environ.get("PYTHONPATH", "")])
+    environment = os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
     cells = tmp_path / "out" / "cells"
     with subprocess.Popen(words, env=environment, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, cwd=tmp_path) as first:
         end = time.monotonic() + 120

@@ -1,8 +1,9 @@
 """The folder of a sweep: one file for each finished cell, whole or not there at all.
 
 ``grid.json`` is the sweep as asked for, ``cells/KEY.json`` the rows of a finished cell, ``failed/KEY.json`` why one failed at
-its latest try. A file is written beside its place, flushed to disk and renamed, so that whoever is killed leaves either all
-of it or nothing. Finished cells are never written again; failed ones are tried again by the next run.
+its latest try, ``run.json`` how far the latest run got. One run at a time holds the folder's lock. A file is written beside its
+place, flushed to disk and renamed, so that whoever is killed leaves either all of it or nothing. Finished cells are never
+written again; failed ones are tried again by the next run.
 """
 
 from __future__ import annotations
@@ -10,9 +11,13 @@ from __future__ import annotations
 import json
 import os
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
+
+from filelock import FileLock, Timeout
 
 from longspan import registry
 from longspan.evaluation.runner import Request, parse_task, run
@@ -25,22 +30,47 @@ Row = dict[str, Any]
 
 
 @dataclass(frozen=True)
+class Run:
+    """How far a run got; times are seconds since 1970."""
+
+    engine: str
+    host: str
+    process: int
+    started: float
+    cells: int
+    """Cells that were missing when it began."""
+    done: int = 0
+    failed: int = 0
+    at: float = 0.0
+    """When the latest cell was done."""
+    current: str = ""
+    """The cell that was done last."""
+
+    @property
+    def left(self) -> float | None:
+        """Seconds left at the pace so far, None before the first cell."""
+        return (self.at - self.started) / self.done * (self.cells - self.done) if self.done else None
+
+
+@dataclass(frozen=True)
 class Folder:
     """The cells of a sweep on disk."""
 
     path: Path
 
     @classmethod
-    def make(cls, path: Path, grid: Grid) -> Folder:
-        """The folder of a sweep, made if it isn't there; of another sweep's folder the finished cells are kept too."""
+    def make(cls, path: Path) -> Folder:
+        """The folder of a sweep, made if it isn't there."""
         try:
             for part in ("cells", "failed"):
                 (path / part).mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise Refused(f"--out {str(path)!r} can't be made a folder ({error.strerror}).") from error
-        folder = cls(path)
-        folder._write(path / "grid.json", asdict(grid))
-        return folder
+        return cls(path)
+
+    def begin(self, grid: Grid) -> None:
+        """From now on this is the folder of `grid`; finished cells of an earlier grid are kept."""
+        self._write(self.path / "grid.json", asdict(grid))
 
     @classmethod
     def open(cls, path: Path) -> tuple[Folder, Grid]:
@@ -76,6 +106,42 @@ class Folder:
     def fail(self, cell: Cell, reason: str) -> None:
         """Keep why a cell failed."""
         self._write(self.path / "failed" / f"{cell.key}.json", {"cell": cell.as_json(), "reason": reason})
+
+    @contextmanager
+    def held(self) -> Iterator[None]:
+        """Hold the folder for one run. `Refused` while another one does, which would run the same cells twice."""
+        lock = self._lock()
+        try:
+            lock.acquire(timeout=0)
+        except Timeout:
+            run = self.latest_run()
+            who = "" if run is None else f" (process {run.process} on {run.host})"
+            raise Refused(f"--out {str(self.path)!r}: another run is at work there{who}; see `longspan sweep status`, or take "
+                          "another folder.") from None
+        try:
+            yield
+        finally:
+            lock.release()
+
+    @property
+    def busy(self) -> bool:
+        """Whether a run is at work here."""
+        try:
+            with self._lock().acquire(timeout=0):
+                return False
+        except Timeout:
+            return True
+
+    def _lock(self) -> FileLock:
+        return FileLock(self.path / ".lock", thread_local=False)
+
+    def note(self, run: Run) -> None:
+        """Keep how far a run got."""
+        self._write(self.path / "run.json", asdict(run))
+
+    def latest_run(self) -> Run | None:
+        file = self.path / "run.json"
+        return Run(**json.loads(file.read_text(encoding="utf-8"))) if file.is_file() else None
 
     @staticmethod
     def _write(file: Path, data: Any) -> None:

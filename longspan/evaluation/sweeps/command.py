@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import os
+import platform
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from longspan.evaluation.runner import write_parquet
-from longspan.evaluation.sweeps.cells import Folder
+from longspan.evaluation.sweeps.cells import Folder, Run
 from longspan.evaluation.sweeps.engines import run_cells
 from longspan.evaluation.sweeps.grid import Grid
 from longspan.registry import Refused
@@ -29,6 +31,10 @@ class State:
     missing: int
     """Neither finished nor failed."""
     rows: list[dict[str, Any]] = field(repr=False, default_factory=list)
+    busy: bool = False
+    """Whether a run is at work on it."""
+    run: Run | None = None
+    """How far the latest run got."""
 
     @property
     def total(self) -> int:
@@ -36,9 +42,11 @@ class State:
 
     def as_json(self) -> dict[str, Any]:
         """Counts, and the cells that were refused or failed."""
-        told = {name: [{"cell": cell, "reason": reason} for cell, reason in found]
+        unhappy = {name: [{"cell": cell, "reason": reason} for cell, reason in found]
                 for name, found in (("refused", self.refused), ("failed", self.failed))}
-        return {"cells": self.total, "finished": self.finished, "missing": self.missing} | told
+        left = None if self.run is None or not self.busy else self.run.left
+        return {"cells": self.total, "finished": self.finished, "missing": self.missing, "running": self.busy,
+                "seconds_left": left} | unhappy
 
 
 def state_of(folder: Folder, grid: Grid) -> State:
@@ -58,31 +66,42 @@ def state_of(folder: Folder, grid: Grid) -> State:
     return State(finished, refused, failed, missing, rows)
 
 
-def sweep(grid: Grid, out: Path, engine: str = "local", workers: int = 1,
-          progress: Progress | None = None) -> State:
+def sweep(grid: Grid, out: Path, engine: str = "local", workers: int | None = None,
+          progress: Progress | None = None, address: str | None = None) -> State:
     """Run what is missing of `grid` in `out`, then write all rows as ``rows.parquet``.
 
-    Failed cells of an earlier run are tried again; finished ones are never. Raises `Refused` for a folder or an engine that
-    can't be used.
+    Failed cells of an earlier run are tried again; finished ones are never. `engine`, `workers` and `address` as for
+    `engines.run_cells`. Raises `Refused` for a folder that can't be used or is in use, and for an engine that can't be had.
     """
-    folder = Folder.make(out, grid)
-    cells = list(grid.cells())
-    missing = [cell for cell in cells if not folder.has(cell)]
-    there, started = len(cells) - len(missing), time.monotonic()
-    if progress is not None:
-        progress(there, len(cells), "")
-    for done, (cell, result) in enumerate(run_cells(missing, engine, workers), 1):
-        if "failed" in result:
-            folder.fail(cell, result["failed"])
-        else:
-            folder.finish(cell, result)
+    folder = Folder.make(out)
+    with folder.held():
+        folder.begin(grid)
+        cells = list(grid.cells())
+        missing = [cell for cell in cells if not folder.has(cell)]
+        there = len(cells) - len(missing)
+        run = Run(engine, platform.node(), os.getpid(), time.time(), len(missing))
+        folder.note(run)
         if progress is not None:
-            left = (time.monotonic() - started) / done * (len(missing) - done)
-            progress(there + done, len(cells), f"{duration(left)} left · {cell}")
-    state = state_of(folder, grid)
-    if state.rows:
-        write_parquet(out / "rows.parquet", state.rows)
+            progress(there, len(cells), "")
+        for cell, result in run_cells(missing, engine, workers, address):
+            if "failed" in result:
+                folder.fail(cell, result["failed"])
+            else:
+                folder.finish(cell, result)
+            run = replace(run, done=run.done + 1, failed=run.failed + ("failed" in result), at=time.time(), current=str(cell))
+            folder.note(run)
+            if progress is not None:
+                progress(there + run.done, len(cells), told(run))
+        state = state_of(folder, grid)
+        if state.rows:
+            write_parquet(out / "rows.parquet", state.rows)
     return state
+
+
+def told(run: Run) -> str:
+    """What to say of a run under way."""
+    failed = f"{run.failed} failed · " if run.failed else ""
+    return f"{failed}{duration(run.left or 0.0)} left · {run.current}"
 
 
 def duration(seconds: float) -> str:
@@ -105,4 +124,6 @@ def read_status(path: Path) -> State:
     """Where the sweep in the folder `path` stands."""
     if not path.is_dir():
         raise Refused(f"{str(path)!r}: no such folder; expected the --out folder of `longspan sweep`.")
-    return state_of(*Folder.open(path))
+    folder, grid = Folder.open(path)
+    busy = folder.busy
+    return replace(state_of(folder, grid), busy=busy, run=folder.latest_run())
