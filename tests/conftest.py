@@ -4,12 +4,14 @@
 which read method cards, run on them too.
 """
 
+import os
 import sys
 from pathlib import Path
 
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
+os.environ.setdefault("LONGSPAN_EXAMPLES", "0")  # what tests change of tasks must not be kept
 
 
 def pytest_addoption(parser):

@@ -122,8 +122,8 @@ class Task(Method):
         """How many examples there are at this length, where that is limited; `examples` stops there."""
         return None
 
-    def examples(self, length: int, n: int, seed: int, tokenizer: Any) -> Iterator[Example]:
-        """The first `n` examples for `length` tokens: prompt with chat template plus the tokens to be generated.
+    def examples(self, length: int, n: int, seed: int, tokenizer: Any, first: int = 0) -> Iterator[Example]:
+        """Examples `first` up to `n` for `length` tokens: prompt with chat template plus the tokens to be generated.
 
         Raises:
             Refused: the length is below the task's floor (the message states it), or the tokenizer loses text.
@@ -134,7 +134,7 @@ class Task(Method):
             raise Refused(f"{self.card.name} at length {length}: its smallest prompt takes {floor} tokens with this "
                           f"tokenizer, answer included; ask for at least {floor}.")
         available = self.available(length, tokenizer)
-        for index in range(n if available is None else min(n, available)):
+        for index in range(first, n if available is None else min(n, available)):
             draft = self.draft(Key(self.card.name, length, seed, index), tokenizer)
             yield fit(draft, length, tokenizer, self.card.name)
 

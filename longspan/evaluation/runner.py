@@ -19,6 +19,7 @@ from longspan import grammar
 from longspan.context import shareable
 from longspan.evaluation.agreement import Judge
 from longspan.evaluation.base import Example, Task
+from longspan.evaluation.drawn import draw
 from longspan.evaluation.measure import AFTER, BEFORE, Measured, Row, measure
 from longspan.evaluation.once import VERBATIM, measure_once
 from longspan.evaluation.oracles import Oracle
@@ -148,8 +149,7 @@ def plan(loaded: Loaded, request: Request) -> Iterator[Job]:
     """Every job: recipes change fastest, so that pairs are measured next to each other."""
     for task in request.tasks:
         for length in request.lengths:
-            found = list(task.examples(length, request.examples, request.seed, loaded.tokenizer))
-            for example in found:
+            for example in draw(task, length, request.examples, request.seed, loaded.tokenizer):
                 if request.max_new_tokens is not None:
                     example = replace(example, max_new_tokens=min(example.max_new_tokens, request.max_new_tokens))
                 for recipe in request.recipes:

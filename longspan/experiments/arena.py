@@ -24,7 +24,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from longspan.evaluation.sweeps import code_digest
+from longspan.evaluation.digests import code_digest
 from longspan.experiments import byte_lm, slots, spread_recall
 from longspan.experiments.base import Experiment, Outcome, by_checks
 from longspan.experiments.byte_lm import ByteLM

@@ -2,7 +2,6 @@
 
 from longspan.evaluation.sweeps.cells import Folder
 from longspan.evaluation.sweeps.command import State, by_model, duration, read_status, state_of, sweep
-from longspan.evaluation.sweeps.grid import Cell, Grid, code_digest, read_grid
+from longspan.evaluation.sweeps.grid import Cell, Grid, read_grid
 
-__all__ = ["Cell", "Folder", "Grid", "State", "by_model", "code_digest", "duration", "read_grid", "read_status", "state_of",
-           "sweep"]
+__all__ = ["Cell", "Folder", "Grid", "State", "by_model", "duration", "read_grid", "read_status", "state_of", "sweep"]

@@ -28,6 +28,7 @@ from pathlib import Path
 from typing import Any
 
 from longspan import registry
+from longspan.evaluation.digests import code_digest
 from longspan.evaluation.measure import AFTER, BEFORE
 from longspan.evaluation.runner import own_code, parse_task
 from longspan.recipe import Recipe
@@ -36,7 +37,6 @@ from longspan.registry import Refused, nearest
 AXES = ("models", "recipes", "tasks", "lengths", "seeds")
 ROOMS = ("kernels", "layers", "models", "prefill", "cache", "decoding", "weights", "context", "evaluation")
 """Rooms whose code decides rows, with what was trained here and comes with them."""
-SOURCES = (".py", ".c", ".h", ".json", ".safetensors")
 LIBRARIES = ("torch", "transformers")
 
 
@@ -138,17 +138,6 @@ def _weights(model: str | None) -> str:
     from longspan.models.load import fingerprint, resolve
 
     return fingerprint(resolve(model)[0])
-
-
-@functools.cache
-def code_digest(rooms: tuple[str, ...]) -> str:
-    """A hash of every file of these rooms, and of the modules that stand beside them."""
-    root = Path(registry.__file__).parent
-    files = [*root.glob("*.py"), *(f for room in rooms for f in (root / room).rglob("*") if f.suffix in SOURCES)]
-    found = hashlib.sha256()
-    for file in sorted(files):
-        found.update(file.relative_to(root).as_posix().encode() + b"\0" + file.read_bytes())
-    return found.hexdigest()
 
 
 def read_grid(path: Path) -> Grid:
