@@ -66,6 +66,7 @@ bench: $(VENV)/.installed
 	$(BIN)/python benchmarks/kvpress_peer.py --out docs/data/kvpress.json
 	$(BIN)/python benchmarks/plash_scaling.py --out docs/data/plash_scaling.json
 	$(BIN)/python benchmarks/entmax.py --out docs/data/entmax.json
+	$(BIN)/python benchmarks/drawing.py --out docs/data/drawing.json
 
 # Every score with every allocator and budget, at three lengths; an hour or two, and it goes on where it was stopped.
 sweep: $(VENV)/.installed

@@ -25,6 +25,7 @@ BENCHMARKS = {
     "context_parallel": "context_parallel.py",
     "entmax": "entmax.py",
     "plash_scaling": "plash_scaling.py",
+    "drawing": "drawing.py",
     "ragged_decode": "ragged_decode.py",
     "decode_batch": "decode_batch.py",
     "score_cost": "score_cost.py",

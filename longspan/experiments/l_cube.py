@@ -1,13 +1,17 @@
 """Does full attention use a past at every distance, where a small recurrent state and a window don't?
 
-Three models learn L-CUBE's sequences of 64 tokens under one budget and are judged on the same 256 held-out ones:
+Four models learn L-CUBE's sequences of 64 tokens under one budget and are judged on the same 256 held-out ones:
 
-* a transformer of two layers of full attention,
+* a transformer of two layers of full attention, with rotary positions beside the table, since partners stand at fixed distances,
+* the same with the table alone,
 * a GRU whose hidden state is 16 numbers,
-* the same transformer with a window of 8 tokens; two layers and the shifted input reach 15 tokens back.
+* the first with a window of 8 tokens; two layers and the shifted input reach 15 tokens back.
 
-All three are told positions by a learned table, since which slots depend on the past is a matter of a token's index. The
+All are told positions by a learned table, since which slots depend on the past is a matter of a token's index. The
 transformers have our own decoder's parts: gated MLPs with as many weights as GELU's at four times the width, RMS norms.
+With the table alone full attention missed the far levels when it was first judged, at seed 0 (0.782 of the information where
+0.8 is asked). Rotary positions were then chosen by the training loss at seed 0; all is judged at seed 1, whose weights,
+training and held-out sequences are others, and the table alone stays beside it.
 Beside them stand the predictors that need no training, whose scores are known.
 """
 
@@ -44,7 +48,7 @@ from longspan.layers.attention.softmax import Softmax
 from longspan.models.decoder import count_parameters
 from longspan.registry import Refused
 
-FULL, RECURRENT, WINDOWED = "full attention", "GRU of 16", "window 8"
+FULL, TABLE, RECURRENT, WINDOWED = "full attention", "full attention, table only", "GRU of 16", "window 8"
 WINDOW, STATE, PLACE = 8, 16, 32
 FULL_LEAST, RECURRENT_MOST, FAR, FAR_MOST, RECURRENT_FAR_MOST, NEAR, NEAR_LEAST = 0.8, 0.6, 5, 0.05, 0.1, 3, 0.8
 """What passes: full attention's utilisation, the GRU's, and the levels that a window reaches (up to 3) and doesn't (from 5)."""
@@ -52,7 +56,7 @@ SIZES = {
     "smoke": Size(LCube(5), dim=16, layers=1, heads=2, steps=3, batch=4, held_out=8),
     "small": Size(LCube(6), dim=96, layers=2, heads=8, steps=1000, batch=64, lr=3e-3, held_out=256),
 }
-SEED = 0
+SEED = 1
 EXPECTED = {
     FULL: {"utilisation": 0.91, "levels": [1.0, 0.97, 1.0, 1.0, 0.92, 0.44]},
     RECURRENT: {"utilisation": 0.48, "levels": [1.0, 0.99, 0.70, 0.0, 0.0, 0.0], "steps": 1200},
@@ -89,9 +93,10 @@ def arms(size: Size, seed: int) -> dict[str, Callable[[], GaussianModel]]:
             return Recurrent(size.plan, STATE, PLACE, size.dim)
 
     return {
-        FULL: lambda: build({"mixer": "softmax", "position": "nope"}, size, seed),
+        FULL: lambda: build({"mixer": "softmax", "position": "rope"}, size, seed),
+        TABLE: lambda: build({"mixer": "softmax", "position": "nope"}, size, seed),
         RECURRENT: recurrent,
-        WINDOWED: lambda: build({"mixer": Softmax(window=WINDOW), "position": "nope"}, size, seed),  # type: ignore[call-arg]
+        WINDOWED: lambda: build({"mixer": Softmax(window=WINDOW), "position": "rope"}, size, seed),  # type: ignore[call-arg]
     }
 
 
