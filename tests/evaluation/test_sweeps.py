@@ -17,7 +17,8 @@ from tiny_folder import write_tiny_folder
 from longspan import registry
 from longspan.commands.sweep import at_work
 from longspan.evaluation import Request, parse_task, run
-from longspan.evaluation.sweeps import Folder, Grid, command, read_grid, read_status, state_of, sweep
+from longspan.evaluation.sweeps import Folder, Grid, cells, command, read_grid, read_status, state_of, sweep
+from longspan.evaluation.sweeps.cells import bundles, run_bundle
 from longspan.evaluation.sweeps.command import duration
 from longspan.evaluation.sweeps.engines import ENGINES
 from longspan.models import load
@@ -179,6 +180,24 @@ def test_two_runs_do_not_share_a_folder(tmp_path, grid, monkeypatch, capsys):
     assert "2 of 4 cells of this run done, " in at_work(seen[1].run)
     after = read_status(tmp_path)
     assert (after.busy, after.finished, after.as_json()["seconds_left"]) == (False, 4, None)
+
+
+def test_examples_are_read_once_for_the_recipes_of_a_bundle(grid, monkeypatch):
+    recipes = ("full", "streaming-llm(budget=0.5)", "xattention", "snapkv(budget=0.5)")
+    once = replace(grid, read_once=True, recipes=recipes, seeds=(0,))
+    plain, (together,) = list(once.cells()), bundles(once.cells())
+    assert together == tuple(plain) and bundles(grid.cells()) == [(cell,) for cell in grid.cells()]
+    assert [len(b) for b in bundles(replace(once, seeds=(0, 1)).cells())] == [4, 4]
+    asked = []
+    monkeypatch.setattr(cells, "run", lambda loaded, request: asked.append(len(request.recipes)) or run(loaded, request))
+    found = run_bundle(tuple(c for c in together if c.recipe != "xattention"))
+    alone = [run_bundle((cell,))[0] for cell in together]
+    assert asked[0] == 3 and "changes how a context is read" in alone.pop(2)["refused"]
+    assert [[[row[n] for n in ("score", "answer_nll", "cache_bytes")] for row in f["rows"]] for f in found] == \
+        [[[row[n] for n in ("score", "answer_nll", "cache_bytes")] for row in a["rows"]] for a in alone]
+    asked.clear()
+    mixed = run_bundle(together)
+    assert ["refused" in result for result in mixed] == [False, False, True, False] and asked == [3]
 
 
 @pytest.mark.slow

@@ -43,10 +43,10 @@ def test_files_travel_and_another_machine_must_be_the_same(grid, monkeypatch):
     monkeypatch.setattr(registry, "_methods", others)  # as on a machine that has not seen the file
     data = cell.as_json() | {"load": ["nowhere/by_norm.py"]}
     files = {"nowhere/by_norm.py": OWN}
-    first, second = (attempt_elsewhere(data, key, files) for _ in range(2))
-    assert first["rows"][0]["score"] == second["rows"][0]["score"] and "failed" not in first
-    assert "another longspan, other weights or other libraries" in attempt_elsewhere(data, "0" * 32, files)["failed"]
-    assert "no such folder" in attempt_elsewhere(data | {"model": "nowhere/tiny"}, key, files)["failed"]
+    first, second = (attempt_elsewhere([(data, key)], files) for _ in range(2))
+    assert first[0]["rows"][0]["score"] == second[0]["rows"][0]["score"] and "failed" not in first[0]
+    assert "another longspan, other weights or other libraries" in attempt_elsewhere([(data, "0" * 32)], files)[0]["failed"]
+    assert "no such folder" in attempt_elsewhere([(data | {"model": "nowhere/tiny"}, key)], files)[0]["failed"]
 
 
 def test_without_ray(tmp_path, grid, monkeypatch):

@@ -11,9 +11,9 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +27,10 @@ from longspan.recipe import Recipe
 from longspan.registry import Refused
 
 Row = dict[str, Any]
+Bundle = tuple[Cell, ...]
+"""Cells that are run together."""
+Result = dict[str, Any]
+"""Of a cell: ``{"rows": […], "seconds": …}``, ``{"refused": …}`` or ``{"failed": reason}``."""
 
 
 @dataclass(frozen=True)
@@ -153,19 +157,52 @@ class Folder:
         beside.replace(file)
 
 
-def run_cell(cell: Cell) -> dict[str, Any]:
-    """A cell's result, wherever this runs: rows, or the sentence with which its combination is refused."""
-    started = time.perf_counter()
-    for file in cell.load:
-        registry.load_file(file)
-    loaded = _model(cell)
+def bundles(cells: Iterable[Cell]) -> list[Bundle]:
+    """What a worker takes at once: a cell, or with ``read_once`` all cells that read the same examples on the same model."""
+    found: dict[Cell, list[Cell]] = {}
+    for cell in cells:
+        found.setdefault(replace(cell, recipe="") if cell.read_once else cell, []).append(cell)
+    return [tuple(together) for together in found.values()]
+
+
+def run_bundle(cells: Bundle) -> list[Result]:
+    """Each cell's result, wherever this runs: rows, or the sentence with which its combination is refused."""
     try:
-        request = Request([Recipe.parse(cell.recipe)], [parse_task(cell.task)], [cell.length], cell.examples, cell.seed,
-                          cell.compress, max_new_tokens=cell.max_new_tokens, read_once=cell.read_once)
-        rows = run(loaded, request)
+        for file in cells[0].load:
+            registry.load_file(file)
+        return _run(cells)
     except Refused as error:
-        return {"refused": str(error), "rows": [], "seconds": time.perf_counter() - started}
-    return {"rows": rows, "seconds": time.perf_counter() - started}
+        if len(cells) == 1:
+            return [{"refused": str(error), "rows": [], "seconds": 0.0}]
+    good = tuple(cell for cell in cells if _can_be_asked(cell))
+    parts = [good] if 0 < len(good) < len(cells) else [(cell,) for cell in good]
+    parts += [(cell,) for cell in cells if cell not in good]
+    found = {cell: result for part in parts for cell, result in zip(part, run_bundle(part), strict=True)}
+    return [found[cell] for cell in cells]
+
+
+def _run(cells: Bundle) -> list[Result]:
+    started = time.perf_counter()
+    request = _request(cells)
+    rows: dict[str, list[Row]] = {}
+    for row in run(_model(cells[0]), request):
+        rows.setdefault(row["recipe"], []).append(row)
+    seconds = (time.perf_counter() - started) / len(cells)
+    return [{"rows": rows[recipe.name or str(recipe)], "seconds": seconds} for recipe in request.recipes]
+
+
+def _request(cells: Bundle) -> Request:
+    cell = cells[0]
+    return Request([Recipe.parse(other.recipe) for other in cells], [parse_task(cell.task)], [cell.length], cell.examples,
+                   cell.seed, cell.compress, max_new_tokens=cell.max_new_tokens, read_once=cell.read_once)
+
+
+def _can_be_asked(cell: Cell) -> bool:
+    try:
+        _request((cell,))
+    except Refused:
+        return False
+    return True
 
 
 _loaded: dict[tuple[str | None, str | None], Any] = {}

@@ -1,9 +1,9 @@
 """Who runs the cells: processes of this machine, or the workers of a Ray cluster.
 
 An engine takes the cells that are missing and yields, in any order, each with its result or with the reason why it failed.
-A worker that dies (killed, out of memory, its machine gone) takes nothing with it but the cell it was at, which is tried
-again `TRIES` times in all. Results travel to the driver, which alone writes; so a driver that dies loses the cells under
-way and nothing else, and workers end with it.
+A worker that dies (killed, out of memory, its machine gone) takes nothing with it but the cells it was at, which are tried
+again, one by one, `TRIES` times in all. Results travel to the driver, which alone writes; so a driver that dies loses the
+cells under way and nothing else, and workers end with it.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import signal
 import socket
 import tempfile
 import traceback
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
@@ -28,14 +28,13 @@ from pathlib import Path
 from typing import Any
 
 from longspan import registry
-from longspan.evaluation.sweeps.cells import run_cell
+from longspan.evaluation.sweeps.cells import Bundle, Result, bundles, run_bundle
 from longspan.evaluation.sweeps.grid import Cell
 from longspan.registry import Refused, nearest
 
 TRIES = 3
 """How often a cell is begun before its worker's death counts as its own fault."""
-Done = tuple[Cell, dict[str, Any]]
-"""A cell with its result; ``{"failed": reason}`` where there is none."""
+Done = tuple[Cell, Result]
 
 
 def run_cells(cells: Sequence[Cell], engine: str = "local", workers: int | None = None,
@@ -58,7 +57,7 @@ def run_cells(cells: Sequence[Cell], engine: str = "local", workers: int | None 
         raise Refused(f"--address {address}: only a Ray cluster has one; expected --engine ray with it.")
     if not cells:
         return iter(())
-    return on_ray(cells, workers, address) if engine == "ray" else local(cells, workers or 1)
+    return on_ray(bundles(cells), workers, address) if engine == "ray" else local(bundles(cells), workers or 1)
 
 
 # --------------------------------------------------------------------------------------------------------------- local
@@ -66,34 +65,33 @@ def run_cells(cells: Sequence[Cell], engine: str = "local", workers: int | None 
 
 @dataclass
 class Worker:
-    """A process of ours, the pipe to it, and the cell it is at."""
+    """A process of ours, the pipe to it, and the cells it is at."""
 
     process: Any
     pipe: Connection
-    cell: Cell | None = None
+    cells: Bundle = ()
 
 
-def local(cells: Sequence[Cell], workers: int) -> Iterator[Done]:
+def local(work: Sequence[Bundle], workers: int) -> Iterator[Done]:
     """Processes of this machine, one thread each unless there is only one."""
-    waiting, tries = deque(cells), dict.fromkeys(cells, 0)
-    pool = [_start(workers) for _ in range(min(workers, len(cells)))]
+    waiting, tries = deque(work), Counter[Cell]()
+    pool = [_start(workers) for _ in range(min(workers, len(work)))]
     try:
         for worker in pool:
             _give(worker, waiting, tries)
-        while any(worker.cell is not None for worker in pool):
-            busy = {worker.pipe: worker for worker in pool if worker.cell is not None}
+        while any(worker.cells for worker in pool):
+            busy = {worker.pipe: worker for worker in pool if worker.cells}
             for pipe in wait(list(busy)):
                 worker = busy[pipe]  # type: ignore[index]
-                cell = worker.cell
-                assert cell is not None
                 try:
-                    yield cell, worker.pipe.recv()
+                    yield from zip(worker.cells, worker.pipe.recv(), strict=True)
                 except (EOFError, ConnectionError):
                     worker.process.join()
-                    if tries[cell] < TRIES:
-                        waiting.appendleft(cell)
-                    else:
-                        yield cell, {"failed": f"its worker died {TRIES} times ({_how(worker.process.exitcode)})."}
+                    for cell in reversed(worker.cells):
+                        if tries[cell] < TRIES:
+                            waiting.appendleft((cell,))
+                        else:
+                            yield cell, {"failed": f"its worker died {TRIES} times ({_how(worker.process.exitcode)})."}
                     fresh = _start(workers)
                     worker.process, worker.pipe = fresh.process, fresh.pipe
                 _give(worker, waiting, tries)
@@ -114,12 +112,12 @@ def _start(workers: int) -> Worker:
     return Worker(process, ours)
 
 
-def _give(worker: Worker, waiting: deque[Cell], tries: dict[Cell, int]) -> None:
-    worker.cell = waiting.popleft() if waiting else None
-    if worker.cell is not None:
-        tries[worker.cell] += 1
+def _give(worker: Worker, waiting: deque[Bundle], tries: Counter[Cell]) -> None:
+    worker.cells = waiting.popleft() if waiting else ()
+    tries.update(worker.cells)
+    if worker.cells:
         with contextlib.suppress(OSError):  # it died already, which reading from it will tell
-            worker.pipe.send(worker.cell.as_json())
+            worker.pipe.send([cell.as_json() for cell in worker.cells])
 
 
 def _how(code: int | None) -> str:
@@ -127,7 +125,7 @@ def _how(code: int | None) -> str:
 
 
 def serve_cells(pipe: Connection, parent: int, one_thread: bool) -> None:
-    """A worker's life: a cell comes in, a result goes out, until the driver is gone."""
+    """A worker's life: cells come in, results go out, until the driver is gone."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the driver ends it
     if one_thread:
         import torch
@@ -135,23 +133,25 @@ def serve_cells(pipe: Connection, parent: int, one_thread: bool) -> None:
         torch.set_num_threads(1)
     while os.getppid() == parent:
         try:
-            cell = Cell.from_json(pipe.recv())
+            cells = tuple(map(Cell.from_json, pipe.recv()))
         except (EOFError, OSError):
             return
-        found = attempt(cell)
+        found = attempt(cells)
         try:
             pipe.send(found)
         except OSError:
             return
 
 
-def attempt(cell: Cell) -> dict[str, Any]:
-    """`run_cell`, with an error of the cell as a reason."""
+def attempt(cells: Bundle) -> list[Result]:
+    """`run_bundle`, with an error of a cell as its reason."""
     try:
-        return run_cell(cell)
+        return run_bundle(cells)
     except Exception as error:  # whatever a method of the user's raises belongs to its cell, not to the sweep
+        if len(cells) > 1:
+            return [result for cell in cells for result in attempt((cell,))]
         last = traceback.extract_tb(error.__traceback__)[-1]
-        return {"failed": f"{type(error).__name__}: {error} ({os.path.basename(last.filename)}, line {last.lineno})"}
+        return [{"failed": f"{type(error).__name__}: {error} ({os.path.basename(last.filename)}, line {last.lineno})"}]
 
 
 ENGINES = ("local", "ray")
@@ -160,7 +160,7 @@ ENGINES = ("local", "ray")
 # ----------------------------------------------------------------------------------------------------------------- ray
 
 
-def on_ray(cells: Sequence[Cell], workers: int | None, address: str | None) -> Iterator[Done]:
+def on_ray(work: Sequence[Bundle], workers: int | None, address: str | None) -> Iterator[Done]:
     """Ray's workers, one processor each: of the cluster at `address`, or of one made for this run on this machine.
 
     Files with methods of the user's travel with the cells. A machine whose package, weights or libraries are not the driver's
@@ -175,22 +175,27 @@ def on_ray(cells: Sequence[Cell], workers: int | None, address: str | None) -> I
         _join(ray, workers or 1, address)
     try:
         remote = ray.remote(num_cpus=1, max_retries=TRIES - 1)(attempt_elsewhere)
-        files = {file: Path(file).read_text(encoding="utf-8") for file in cells[0].load}
-        waiting, under_way = deque(cells), {}
+        files = {file: Path(file).read_text(encoding="utf-8") for file in work[0][0].load}
+        waiting: deque[Bundle] = deque(work)
+        under_way: dict[Any, Bundle] = {}
         while waiting or under_way:
             # A few in reserve, so that no worker waits for the driver; machines may join and leave meanwhile.
             most = 2 * (workers if workers and not address else int(ray.cluster_resources().get("CPU", 1)))
             while waiting and len(under_way) < most:
-                cell = waiting.popleft()
-                under_way[remote.remote(cell.as_json(), cell.key, files)] = cell
+                cells = waiting.popleft()
+                under_way[remote.remote([(cell.as_json(), cell.key) for cell in cells], files)] = cells
             for reference in ray.wait(list(under_way), timeout=10)[0]:
-                cell = under_way.pop(reference)
+                cells = under_way.pop(reference)
                 try:
-                    yield cell, ray.get(reference)
+                    yield from zip(cells, ray.get(reference), strict=True)
                 except ray.exceptions.RayTaskError as error:
-                    yield cell, {"failed": f"its worker can't run it: {str(error).strip().splitlines()[-1]}"}
+                    reason = f"its worker can't run it: {str(error).strip().splitlines()[-1]}"
+                    yield from ((cell, {"failed": reason}) for cell in cells)
                 except ray.exceptions.RayError as error:
-                    yield cell, {"failed": f"its worker died {TRIES} times ({type(error).__name__})."}
+                    if len(cells) > 1:
+                        waiting.extend((cell,) for cell in cells)
+                    else:
+                        yield cells[0], {"failed": f"its worker died {TRIES} times ({type(error).__name__})."}
     finally:
         if began:
             ray.shutdown()
@@ -209,19 +214,23 @@ def _join(ray: Any, workers: int, address: str | None) -> None:
                       "auto on a machine of the cluster.") from error
 
 
-def attempt_elsewhere(data: dict[str, Any], key: str, files: dict[str, str]) -> dict[str, Any]:
-    """`attempt` on a machine that may not be the driver's: its files come along, and all that decides rows must be the same."""
-    cell = Cell.from_json(data | {"load": [_copy(Path(file).name, files[file]) for file in data["load"]]})
+def attempt_elsewhere(wanted: list[tuple[dict[str, Any], str]], files: dict[str, str]) -> list[Result]:
+    """`attempt` on a machine that may not be the driver's: its files come along, and all that decides rows must be the same.
+
+    `wanted` are cells and their keys on the driver's machine.
+    """
+    here = {file: _copy(Path(file).name, text) for file, text in files.items()}
+    cells = tuple(Cell.from_json(data | {"load": [here[file] for file in data["load"]]}) for data, _ in wanted)
+    reason = ""
     try:
-        for file in cell.load:
+        for file in here.values():
             registry.load_file(file)
-        same = cell.key == key
+        if [cell.key for cell in cells] != [key for _, key in wanted]:
+            reason = (f"{platform.node()} has another longspan, other weights or other libraries than the driver; expected the "
+                      "same on every machine.")
     except Refused as error:
-        return {"failed": f"on {platform.node()}: {error}"}
-    if not same:
-        return {"failed": f"{platform.node()} has another longspan, other weights or other libraries than the driver; expected "
-                          "the same on every machine."}
-    return attempt(cell)
+        reason = f"on {platform.node()}: {error}"
+    return [{"failed": reason} for _ in cells] if reason else attempt(cells)
 
 
 @functools.cache
