@@ -18,6 +18,9 @@ from torch import Tensor
 from longspan.cache.amount import Amount, parse_amount
 from longspan.registry import Method, knob
 
+POSITION_BYTES = 4
+"""Every kept entry of every head remembers its position."""
+
 
 @dataclass
 class LayerContext:
@@ -226,6 +229,19 @@ class Schedule(Method):
         return True
 
 
+@dataclass(frozen=True)
+class Held:
+    """A layer as `Store.layer_bytes` needs it: `rows` sequences of `seen` tokens; heads are those of all rows."""
+
+    rows: int
+    heads: int
+    seen: int
+    head_dim: int
+    itemsize: int
+    even: bool
+    """Whether every head keeps as many entries; else they are so many on average."""
+
+
 class Store(Method):
     """Where the kept entries live."""
 
@@ -236,6 +252,10 @@ class Store(Method):
     def entry_bytes(self, head_dim: int, itemsize: int) -> float:
         """Bytes one entry of one head takes (key and value)."""
         return 2 * head_dim * itemsize
+
+    def layer_bytes(self, kept: float, held: Held) -> float:
+        """Bytes of a layer after its first compression, to `kept` entries a head, for planning."""
+        return held.heads * kept * (self.entry_bytes(held.head_dim, held.itemsize) + POSITION_BYTES)
 
 
 # ------------------------------------------------------------------------------------------------------ shared pieces

@@ -17,7 +17,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from transformers.cache_utils import Cache, DynamicSlidingWindowLayer
 
-from longspan.cache.base import Schedule, Store
+from longspan.cache.base import POSITION_BYTES, Schedule, Store
 from longspan.cache.layer import PolicyLayer, SlidingLayer
 from longspan.cache.policy import AnyPolicy
 from longspan.cache.schedules.prompt import AtPrompt
@@ -26,10 +26,6 @@ from longspan.cache.stores.dense import Dense
 from longspan.models.call import LayerCall, Prompt
 from longspan.models.drop import Dropped
 from longspan.registry import Refused
-
-POSITION_BYTES = 4
-"""Every kept entry of every head remembers its position."""
-
 
 Reads = Callable[[LayerCall, Float[Tensor, "B Hq T D"], Int[Tensor, "B T"], LayerStore], Tensor | None]
 """``reads(call, q, positions, store)``: attention (B,Hq,T,D) of the newest rows over any part of what the store holds

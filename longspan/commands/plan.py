@@ -15,8 +15,8 @@ def plan(
     memory: Annotated[str, typer.Option(help='Memory for the key-value cache, such as "2GiB".')],
     floor: Annotated[float, typer.Option(min=0.0, max=1.0, help="Least share of the dense run's accuracy.")] = 0.9,
     rows: Annotated[int, typer.Option(min=1, help="Sequences held at once.")] = 1,
-    results: Annotated[Path | None, typer.Option(help="Folder of a `compare --out` run to plan from; the measured "
-                                                 "results that come with longspan if left out.")] = None,
+    results: Annotated[Path | None, typer.Option(help="Folder of a sweep, whose results are interpolated, or of a "
+                                                 "`compare --out` run; what was measured for longspan if left out.")] = None,
     model: Model = None, dtype: Dtype = None, as_json: Json = False,
 ) -> None:
     """Which recipes fit a memory limit and keep the quality, cheapest first, from measured results."""

@@ -1,8 +1,10 @@
 """The planner: which recipes fit a memory limit and keep the quality, cheapest first, from measured results.
 
 Bytes are predicted from the model's shape and the recipe's budget; a test holds the prediction against real caches.
-Quality is read from measured rows: at the measured length nearest to the one asked for, the recipe's accuracy as a
-share of the dense run's on the same examples, over the tasks that the dense run can do at all.
+Quality is a recipe's accuracy as a share of the dense run's, over the tasks that the dense run can do at all. A sweep's
+folder has enough cells to predict it for the length asked for, with an interval (`prediction`); a recipe is recommended if
+the interval's lower end keeps the floor. Of a `compare` folder, and of what comes with longspan, it is what was measured at the
+nearest length, on the same examples.
 """
 
 from __future__ import annotations
@@ -14,36 +16,19 @@ from pathlib import Path
 from typing import Any
 
 from longspan.cache.amount import parse_amount
-from longspan.cache.cache import POSITION_BYTES
+from longspan.evaluation.prediction import Forecast
 from longspan.evaluation.runner import read_parquet
+from longspan.evaluation.shape import Shape, model_shape, shape_of
 from longspan.evaluation.statistics import summarise
 from longspan.recipe import Recipe
 from longspan.registry import Refused
+
+__all__ = ["Choice", "Plan", "Shape", "choose", "judge", "make_plan", "model_shape", "parse_memory", "shape_of"]
 
 MEASURED = Path(__file__).parent / "measured.json"
 """Summary rows on the bundled model; made again by `make measure`."""
 SOLVABLE = 0.5
 """Least accuracy of the dense run for a task to say anything about a recipe."""
-
-@dataclass(frozen=True)
-class Shape:
-    """What a model's cache takes: layers, key-value heads, head dimension, bytes per number."""
-
-    layers: int
-    kv_heads: int
-    head_dim: int
-    itemsize: int
-
-    def bytes(self, recipe: Recipe, context: int, rows: int = 1) -> int:
-        """Bytes right after compression, for `rows` sequences of `context` tokens."""
-        entries = self.layers * self.kv_heads * rows
-        dense = 2 * self.head_dim * self.itemsize
-        policy = recipe.cache
-        if policy is None:
-            return entries * context * dense + rows * self.layers * context * POSITION_BYTES
-        entry = (policy.store.entry_bytes(self.head_dim, self.itemsize) if policy.store else dense) + POSITION_BYTES
-        return round(entries * policy.expected(context, entry * entries) * entry)
-
 
 @dataclass(frozen=True)
 class Choice:
@@ -59,10 +44,12 @@ class Choice:
     tokens_per_s: float | None
     ttft_s: float | None
     measured_at: int | None
-    """Length of the measured prompts."""
+    """Length of the measured prompts; None for a prediction, which draws on all."""
     examples: int = 0
     reason: str = ""
     """Why it isn't recommended; empty if it is."""
+    interval: tuple[float, float] | None = None
+    """Where the quality lies with a probability of `prediction.LEVEL`; None where it isn't predicted."""
 
 
 @dataclass
@@ -94,9 +81,12 @@ def make_plan(model: str | None, context: int, memory: str, floor: float = 0.9, 
         Refused: a memory limit that isn't in bytes, a context beyond the model's window, results that aren't there.
     """
     limit = parse_memory(memory)
-    name, shape, window = model_shape(model, dtype)
+    swept = None if results is None else sweep_rows(results, model)
+    name, shape, window = model_shape(swept.model, dtype or swept.rows[0]["dtype"]) if swept else model_shape(model, dtype)
     if context > window:
         raise Refused(f"--context {context}: {name} reads at most {window} tokens; ask for at most {window}.")
+    if swept is not None:
+        return foresee(Plan(name, context, limit, floor, rows, name), swept.of(name), shape)
     summary, measured_on = measured_summary(results)
     note = "" if measured_on == name else (
         f"quality was measured on {measured_on}, not on {name}; run `longspan compare --out DIR` with it and pass "
@@ -159,6 +149,77 @@ def quality_of(recipe: str, lines: list[dict[str, Any]]) -> tuple[float | None, 
     return quality, sum(increases) / len(increases) if increases else None, n
 
 
+# ------------------------------------------------------------------------------------------------------- from a sweep
+
+
+@dataclass(frozen=True)
+class Swept:
+    """The rows of a sweep, and the model to plan for."""
+
+    folder: Path
+    rows: list[dict[str, Any]]
+    model: str | None
+
+    def of(self, name: str) -> list[dict[str, Any]]:
+        """The rows of one model. Raises `Refused` if there are none, with the models that were measured."""
+        found = [row for row in self.rows if row["model"] == name]
+        if not found:
+            names = ", ".join(sorted({row["model"] for row in self.rows}))
+            raise Refused(f"--results {str(self.folder)!r} holds no rows of {name}; measured there: {names}.")
+        return found
+
+
+def sweep_rows(results: Path, model: str | None) -> Swept | None:
+    """What the folder of a sweep holds; None for another folder.
+
+    Raises:
+        Refused: no rows, or those of several models and none is named.
+    """
+    if not (results / "grid.json").is_file():
+        return None
+    rows = stored_rows(results, "longspan sweep")
+    names = sorted({row["model"] for row in rows})
+    if model is None and len(names) > 1:
+        raise Refused(f"--results {str(results)!r} holds rows of several models; pick one with --model: {', '.join(names)}.")
+    asked = json.loads((results / "grid.json").read_text(encoding="utf-8")).get("models") or [None]
+    return Swept(results, rows, model if model is not None or len(asked) > 1 else asked[0])
+
+
+def foresee(plan: Plan, rows: list[dict[str, Any]], shape: Shape) -> Plan:
+    """Fill a plan with every recipe of a sweep, its quality predicted for the plan's context."""
+    forecast = Forecast.of(rows, shape)
+    tasks = list(dict.fromkeys(row["task"] for row in rows))
+    for recipe in dict.fromkeys(row["recipe"] for row in rows):
+        own = [row for row in rows if row["recipe"] == recipe]
+        size = shape.bytes(Recipe.parse(recipe), plan.context, plan.rows)
+        kept = forecast.kept(recipe, tasks, plan.context, SOLVABLE)
+        reason = kept.reason
+        if size > plan.memory:
+            reason = f"takes {size / plan.memory:.1f} times the memory"
+        elif kept.value is not None and kept.low is not None and kept.high is not None:
+            reason = verdict(kept.value, kept.low, kept.high, plan.floor)
+        interval = None if kept.low is None or kept.high is None else (kept.low, kept.high)
+        increase = forecast.nats_above(recipe, tasks, plan.context)
+        plan.choices.append(Choice(recipe, size, size <= plan.memory, kept.value, increase, mean(own, "tokens_per_s"),
+                                   mean(own, "ttft_s"), None, len(own), reason, interval))
+    plan.choices.sort(key=lambda c: (bool(c.reason), c.bytes))
+    lengths = sorted({row["length"] for row in rows})
+    if not lengths[0] <= plan.context <= lengths[-1]:
+        plan.note = (f"measured at {lengths[0]:,} to {lengths[-1]:,} tokens only; beyond, intervals widen, and more than an "
+                     "octave away nothing is predicted")
+    return plan
+
+
+def verdict(quality: float, low: float, high: float, floor: float) -> str:
+    """Why a prediction isn't good enough; empty if it is."""
+    if low >= floor:
+        return ""
+    return f"keeps {quality:.0%} of the dense accuracy" if high < floor else f"not sure: between {low:.0%} and {high:.0%} kept"
+
+
+# ------------------------------------------------------------------------------------------------------------- results
+
+
 def by_recipe(summary: Iterable[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
     found: dict[str, list[dict[str, Any]]] = {}
     for line in summary:
@@ -187,39 +248,16 @@ def measured_summary(results: Path | None) -> tuple[list[dict[str, Any]], str]:
     if results is None:
         stored = json.loads(MEASURED.read_text(encoding="utf-8"))
         return stored["rows"], stored["model"]
-    file = results / "rows.parquet"
-    if not file.is_file():
-        raise Refused(f"--results {str(results)!r}: no rows.parquet there; expected the --out folder of a finished "
-                      "`longspan compare`.")
-    rows = read_parquet(file)
-    if not rows:
-        raise Refused(f"--results {str(results)!r} holds no rows.")
+    rows = stored_rows(results, "longspan compare")
     return summarise(rows), rows[0]["model"]
 
 
-def model_shape(model: str | None, dtype: str | None) -> tuple[str, Shape, int]:
-    """Name, cache shape and window of a model whose weights stay on disk."""
-    import torch
-    from transformers import AutoConfig, AutoModelForCausalLM
-
-    from longspan.models.block_diffusion import is_block_diffusion
-    from longspan.models.load import context_window, default_dtype, resolve
-
-    folder, name = resolve(model)
-    if is_block_diffusion(folder):
-        raise Refused(f"{name} denoises blocks, and what its recipes cost hasn't been measured; expected a model that writes "
-                      "token by token.")
-    config = AutoConfig.from_pretrained(folder)
-    wanted = default_dtype()[0] if dtype is None else getattr(torch, dtype, None)
-    if not isinstance(wanted, torch.dtype):
-        raise Refused(f"--dtype {dtype!r}: expected float32, bfloat16 or float16.")
-    with torch.device("meta"):
-        skeleton = AutoModelForCausalLM.from_config(config, dtype=wanted)
-    return name, shape_of(skeleton), context_window(skeleton)
-
-
-def shape_of(model: Any) -> Shape:
-    from longspan.models import find_parts
-
-    parts = find_parts(model)
-    return Shape(parts.n_layers, parts.n_kv_heads, parts.head_dim, parts.dtype.itemsize)
+def stored_rows(results: Path, verb: str) -> list[dict[str, Any]]:
+    """The rows in a folder of results."""
+    file = results / "rows.parquet"
+    if not file.is_file():
+        raise Refused(f"--results {str(results)!r}: no rows.parquet there; expected the --out folder of a finished `{verb}`.")
+    rows = read_parquet(file)
+    if not rows:
+        raise Refused(f"--results {str(results)!r} holds no rows.")
+    return rows

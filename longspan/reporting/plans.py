@@ -19,10 +19,12 @@ def plan_table(plan: Any) -> Any:
     for column in ("recipe", "cache", "accuracy kept", "nats above dense", "measured at", "verdict"):
         table.add_column(column, overflow="fold")
     for choice in plan.choices:
-        kept = "unknown" if choice.quality is None else f"{choice.quality:.0%} (n={choice.examples})"
+        behind = f"n={choice.examples}" if choice.interval is None else f"{choice.interval[0]:.0%} to {choice.interval[1]:.0%}"
+        kept = "unknown" if choice.quality is None else f"{choice.quality:.0%} ({behind})"
         above = "unknown" if choice.nll_increase is None else f"{choice.nll_increase:+.2f}"
         verdict = Text(choice.reason, style="dim") if choice.reason else Text("fits", style="bold green")
-        table.add_row(choice.recipe, human_bytes(choice.bytes), kept, above, f"{choice.measured_at:,}", verdict)
+        at = "predicted" if choice.measured_at is None else f"{choice.measured_at:,}"
+        table.add_row(choice.recipe, human_bytes(choice.bytes), kept, above, at, verdict)
     parts: list[Any] = [Text(title, style="bold"), table]
     if not plan.recommended:
         parts.append(Text("Nothing fits; lower --floor, raise --memory, or shorten the context.", style="yellow"))

@@ -8,12 +8,14 @@ different numbers; a run of tokens never spans two heads.
 
 from __future__ import annotations
 
+import math
+
 import torch
 from jaxtyping import Float, Int, UInt8
 from torch import Tensor
 
-from longspan.cache.base import Store
-from longspan.cache.stores.ragged import RaggedLayer
+from longspan.cache.base import Held, Store
+from longspan.cache.stores.ragged import RaggedLayer, offset_bytes
 from longspan.registry import Refused, knob, method
 
 
@@ -133,3 +135,9 @@ class Quantised(Store):
     def entry_bytes(self, head_dim: int, itemsize: int) -> float:
         scales = 4 * head_dim / self.group + 4 * max(1, head_dim / self.group)
         return 2 * head_dim * self.bits / 8 + scales
+
+    def layer_bytes(self, kept: float, held: Held) -> float:
+        # The last run of a head's keys is rarely full and has scales all the same; where lengths differ, it is half full.
+        runs = math.ceil(kept / self.group) if held.even else kept / self.group + (self.group - 1) / (2 * self.group)
+        rest = held.heads * (runs - kept / self.group) * 4 * held.head_dim
+        return super().layer_bytes(kept, held) + rest + offset_bytes(held.heads)

@@ -11,7 +11,7 @@ import torch
 from jaxtyping import Bool, Int
 from torch import Tensor
 
-from longspan.cache.base import Store
+from longspan.cache.base import Held, Store
 from longspan.cache.store import LayerStore, View, attend_buffer
 from longspan.kernels import attend_ragged, decode_attend, merge
 from longspan.registry import method
@@ -158,3 +158,11 @@ class Ragged(Store):
 
     def make(self) -> RaggedLayer:
         return RaggedLayer()
+
+    def layer_bytes(self, kept: float, held: Held) -> float:
+        return super().layer_bytes(kept, held) + offset_bytes(held.heads)
+
+
+def offset_bytes(heads: int) -> int:
+    """Bytes of the offsets of a layer's flat buffers."""
+    return 8 * (heads + 1)

@@ -13,15 +13,17 @@ tier have bits too, once a sparse round follows a rewrite. Attention over the ti
 
 from __future__ import annotations
 
+import math
+
 import torch
 import torch.nn.functional as F
 from jaxtyping import Bool, Float, Int, UInt8
 from torch import Tensor
 
-from longspan.cache.base import Store
+from longspan.cache.base import POSITION_BYTES, Held, Store
 from longspan.cache.paged import flattened, pack_bits, unpack_bits
 from longspan.cache.store import Buffer, View, attend_buffer, kept_last
-from longspan.cache.stores.ragged import RaggedLayer
+from longspan.cache.stores.ragged import RaggedLayer, offset_bytes
 from longspan.kernels import attend_ragged, decode_attend, merge
 from longspan.registry import knob, method
 
@@ -217,3 +219,10 @@ class Tiered(Store):
 
     def make(self) -> TieredLayer:
         return TieredLayer(self.sparse_rounds)
+
+    def layer_bytes(self, kept: float, held: Held) -> float:
+        if not self.sparse_rounds:
+            return super().layer_bytes(kept, held) + offset_bytes(held.heads)
+        # All entries stay, a bit each; heads share their positions.
+        entries = held.seen * self.entry_bytes(held.head_dim, held.itemsize) + math.ceil(held.seen / 8)
+        return held.heads * entries + held.rows * held.seen * POSITION_BYTES
