@@ -13,6 +13,7 @@ import typer
 
 from longspan.commands.ask import ask
 from longspan.commands.compare import compare
+from longspan.commands.harness import harness
 from longspan.commands.methods import methods
 from longspan.commands.plan import plan
 from longspan.commands.profile import profile
@@ -32,7 +33,7 @@ A *recipe* composes methods: `snapkv(budget=0.2)` keeps a fifth of the key-value
 See `longspan methods` for all parts and their knobs.""",
 )
 
-for verb in (compare, ask, methods, tasks, reproduce, sweep, plan, profile, train):
+for verb in (compare, ask, methods, tasks, reproduce, sweep, plan, profile, train, harness):
     app.command()(verb)
 
 
