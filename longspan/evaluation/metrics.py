@@ -1,8 +1,9 @@
 """How an answer is scored: plain functions of the generated text and the right answer, 0 to 1.
 
-Definitions follow the public suites: RULER (arXiv:2404.06654), LongBench (arXiv:2308.14508), LV-Eval
-(arXiv:2402.05136), InfiniteBench (arXiv:2402.13718), BABILong (arXiv:2406.10149), LongMemEval (arXiv:2410.10813),
-HELMET (arXiv:2410.02694); perplexity is that of PG-19 (arXiv:1911.05507).
+Definitions follow the public suites: RULER (arXiv:2404.06654), LongBench (arXiv:2308.14508), InfiniteBench
+(arXiv:2402.13718), BABILong (arXiv:2406.10149), HELMET (arXiv:2410.02694); perplexity is that of PG-19
+(arXiv:1911.05507). LV-Eval's scores are in `lveval_metrics`, those of rankings in `retrieval_metrics`, of citations in
+`citations`.
 """
 
 from __future__ import annotations
@@ -12,10 +13,9 @@ import math
 import re
 import string
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-from longspan.evaluation.words import listed
 from longspan.registry import Refused
 
 # ------------------------------------------------------------------------------------------------- words in common
@@ -58,7 +58,7 @@ def f1_zh(prediction: str, gold: str) -> float:
     Raises:
         Refused: jieba isn't installed.
     """
-    return overlap_f1(*(_jieba_normal(text) for text in (prediction, gold)))
+    return overlap_f1(*(jieba_words(text) for text in (prediction, gold)))
 
 
 def best(metric: Callable[[str, str], float], prediction: str, golds: Iterable[str]) -> float:
@@ -66,7 +66,12 @@ def best(metric: Callable[[str, str], float], prediction: str, golds: Iterable[s
     return max((metric(prediction, gold) for gold in golds), default=0.0)
 
 
-def _jieba_normal(text: str) -> list[str]:
+def jieba_words(text: str) -> list[str]:
+    """Normalised jieba words.
+
+    Raises:
+        Refused: jieba isn't installed.
+    """
     return [word for word in map(normalise_zh, _jieba(text)) if word]
 
 
@@ -101,6 +106,17 @@ def contains(prediction: str, phrase: str) -> float:
     """1 if the phrase occurs in the prediction, case, ASCII punctuation and white space aside."""
     found, wanted = (" ".join(text.lower().translate(_drop_ascii).split()) for text in (prediction, phrase))
     return float(bool(wanted) and f" {wanted} " in f" {found} ")
+
+
+def substring_match(prediction: str, answers: Iterable[str]) -> float:
+    """1 if the normal form of any answer occurs in that of the prediction (HELMET's recall and retrieval tasks)."""
+    found = normalise(prediction)
+    return float(any(wanted in found for wanted in map(normalise, answers) if wanted))
+
+
+def exact_match(prediction: str, answers: Iterable[str]) -> float:
+    """1 if the normal form of the prediction is that of any answer (HELMET's many-shot learning)."""
+    return float(normalise(prediction) in {normalise(answer) for answer in answers} - {""})
 
 
 def first_integer(text: str) -> str | None:
@@ -172,8 +188,17 @@ def rouge_l_zh(prediction: str, gold: str) -> float:
     Raises:
         Refused: jieba isn't installed.
     """
-    prediction, gold = " ".join(_jieba(prediction)), " ".join(_jieba(gold))
-    return _rouge_scorer(split_at_spaces=True).score(gold, prediction)["rougeL"].fmeasure
+    return rouge_l_of_words(_jieba(prediction), _jieba(gold))
+
+
+def rouge_l_of_words(prediction: Sequence[str], gold: Sequence[str]) -> float:
+    """F of ROUGE-L over words that are given as such."""
+    return _rouge_scorer(split_at_spaces=True).score(" ".join(gold), " ".join(prediction))["rougeL"].fmeasure
+
+
+def rouge_l_sum(prediction: str, gold: str) -> float:
+    """F of ROUGE-L over the lines of a summary, without stemming (InfiniteBench, longbook_sum_eng)."""
+    return _rouge_scorer().score(gold, prediction)["rougeLsum"].fmeasure
 
 
 def rouge_l_upstream(prediction: str, gold: str, chinese: bool = False) -> float:
@@ -207,7 +232,7 @@ class _Spaces:
 def _rouge_scorer(split_at_spaces: bool = False) -> Any:
     from rouge_score.rouge_scorer import RougeScorer
 
-    return RougeScorer(["rouge1", "rougeL"], tokenizer=_Spaces() if split_at_spaces else None)
+    return RougeScorer(["rouge1", "rougeL", "rougeLsum"], tokenizer=_Spaces() if split_at_spaces else None)
 
 
 def classification(prediction: str, gold: str, classes: Sequence[str], upstream: bool = False) -> float:
@@ -250,95 +275,6 @@ def code_sim(prediction: str, gold: str, upstream: bool = False) -> float:
         return 0.0
     ratio = fuzz.ratio(line, gold)
     return (round(ratio) if upstream else ratio) / 100
-
-
-# -------------------------------------------------------------------------------------------------------------- LV-Eval
-
-STOP_WORDS = frozenset(listed("""
-about and are as at be because being but by did do does for from had has have he her his in is it its of on or over she
-that their them these they this those to under was were what when where which who whom whose why will with would
-"""))
-"""Function words that don't count as found answer keywords; our own list."""
-
-STOP_WORDS_ZH = frozenset(listed("""
-的 了 是 在 和 与 及 或 而 但 也 就 都 又 不 于 由 以 为 对 从 到 把 被 让 给 向 等 其 之 所 这 那 个
-有 中 上 后 会 能 要 可以 通过 进行 以及 因为 所以 然后 一种
-"""))
-
-
-def f1_with_keywords(prediction: str, gold: str, keywords: str = "", language: str = "en",
-                     stop_words: frozenset[str] | None = None) -> float:
-    """LV-Eval's F1 behind a gate: 0 unless enough answer keywords were found (a fifth; two fifths in Chinese).
-
-    Stop words among the keywords found don't count as found, but all keywords count in the denominator.
-
-    Args:
-        keywords: the keywords in one string; without any, English answers get the plain F1 and Chinese ones are
-            checked against the whole answer.
-        language: "en" or "zh" (needs jieba).
-        stop_words: replaces `STOP_WORDS` or `STOP_WORDS_ZH`.
-    """
-    split: Callable[[str], list[str]] = _jieba_normal if language == "zh" else lambda text: normalise(text).split()
-    threshold, stopped = (0.4, STOP_WORDS_ZH) if language == "zh" else (0.2, STOP_WORDS)
-    stopped = stopped if stop_words is None else stop_words
-    found = split(prediction)
-    wanted = split(keywords or (gold if language == "zh" else ""))
-    if wanted:
-        shared = Counter(found) & Counter(wanted)
-        recall = sum(times for word, times in shared.items() if word not in stopped) / len(wanted)
-        if recall < threshold:
-            return 0.0
-    return overlap_f1(found, split(gold))
-
-
-# -------------------------------------------------------------------------------------------------------------- ranking
-
-
-def dcg(relevances: Sequence[float], k: int, variant: str = "standard") -> float:
-    """Discounted cumulative gain at k.
-
-    "standard" discounts rank i (from 1) by log2(i + 1); "longmemeval" by log2(i) from rank 2 on, as LongMemEval's
-    published scorer does, so that ranks 1 and 2 weigh the same.
-    """
-    if variant not in ("standard", "longmemeval"):
-        raise ValueError(f"variant {variant!r}: expected 'standard' or 'longmemeval'.")
-    shift = 1 if variant == "standard" else 0
-    return sum(gain / max(1.0, math.log2(max(rank + shift, 2))) for rank, gain in enumerate(relevances[:k], 1))
-
-
-def ndcg(relevances: Sequence[float], k: int, variant: str = "standard") -> float:
-    """DCG at k over that of the best order of the same relevances; 0 when nothing is relevant."""
-    ideal = dcg(sorted(relevances, reverse=True), k, variant)
-    return dcg(relevances, k, variant) / ideal if ideal else 0.0
-
-
-def recall_any(ranked: Sequence[str], relevant: Iterable[str], k: int) -> float:
-    """1 if any relevant item is among the first k."""
-    return float(bool(set(ranked[:k]) & set(relevant)))
-
-
-def recall_all(ranked: Sequence[str], relevant: Iterable[str], k: int) -> float:
-    """1 if all relevant items are among the first k."""
-    return float(set(relevant) <= set(ranked[:k]))
-
-
-def parse_ranking(prediction: str) -> list[str]:
-    """The longest run `id > id > …` of a prediction, as identifiers (HELMET's re-ranking)."""
-    runs = re.findall(r"\w+(?:\s*>\s*\w+)+", prediction)
-    return re.split(r"\s*>\s*", max(runs, key=lambda run: run.count(">"))) if runs else []
-
-
-def effective_length(scores: Mapping[int, float], threshold: float) -> int | None:
-    """The longest length up to which every score reaches `threshold`; None if the shortest doesn't.
-
-    RULER's threshold is .856 (Llama-2-7B at 4K), NoLiMa's .85 times the score at short lengths.
-    """
-    reached = None
-    for length in sorted(scores):
-        if scores[length] < threshold:
-            break
-        reached = length
-    return reached
 
 
 # ----------------------------------------------------------------------------------------------------------- perplexity

@@ -6,7 +6,7 @@ the share it drops.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 from longspan.evaluation import metrics
 from longspan.evaluation.base import Draft, Example, Key, Task
@@ -22,6 +22,9 @@ HEADER = "Look up the value that belongs to a key in the JSON object below.\n\nJ
 class KeyValueRetrieval(Task):
     """InfiniteBench's kv_retrieval: pairs of UUIDs, the pair asked for at depths that spread evenly."""
 
+    new_tokens: ClassVar[int] = 50
+    least: ClassVar[int] = 2
+
     def draft(self, key: Key, tokenizer: Any) -> Draft:
         draws = Draws(key.rng("pairs"))
         pairs: list[tuple[str, str]] = []
@@ -34,13 +37,19 @@ class KeyValueRetrieval(Task):
             lines = [f'"{name}": "{value}"' for name, value in pairs[:units]]
             start = len(HEADER) + sum(len(line) + 2 for line in lines[:asked])
             name, value = pairs[asked]
+            question, prefix = self.ask(key, pairs[:units], asked)
             return Example(
-                context=HEADER + ", ".join(lines) + "}", question=f'\n\nWhich value belongs to the key "{name}"?',
-                answer_prefix=f'"{name}": "', answers=(value,), max_new_tokens=50,
+                context=HEADER + ", ".join(lines) + "}", question=question, answer_prefix=prefix, answers=(value,),
+                max_new_tokens=self.new_tokens,
                 meta={"index": key.index, "depth": depth, "spans": [[start, start + len(lines[asked])]],
                       "query": [name]})
 
-        return Draft(build, least=2)
+        return Draft(build, least=self.least)
+
+    def ask(self, key: Key, pairs: list[tuple[str, str]], asked: int) -> tuple[str, str]:
+        """Question and answer prefix for pair number `asked`."""
+        name, _ = pairs[asked]
+        return f'\n\nWhich value belongs to the key "{name}"?', f'"{name}": "'
 
     def metric(self, prediction: str, example: Example) -> float:
         return metrics.kv_label(prediction, example.answers[0])

@@ -6,37 +6,14 @@ Each reader gives (question, answer as a shot shows it, the part that is judged)
 from __future__ import annotations
 
 import functools
-import json
 import re
-from collections.abc import Callable
 from typing import Any
 
+from longspan.evaluation.json_lines import rows
 from longspan.evaluation.texts import Text
-from longspan.registry import Refused
 
 Row = tuple[str, str, str]
 LETTERS = "ABCDEFGHIJ"
-
-
-def rows(text: Text, what: str, read: Callable[[dict[str, Any]], Row]) -> list[Row]:
-    """Every line of a file through `read`.
-
-    Raises:
-        Refused: not JSON lines, rows of another shape, or none.
-    """
-    found = []
-    for number, line in enumerate(text.text.splitlines(), 1):
-        if not line.strip():
-            continue
-        try:
-            found.append(read(json.loads(line)))
-        except (ValueError, TypeError, KeyError, IndexError, AttributeError) as error:
-            problem = f"no field {error.args[0]!r}" if isinstance(error, KeyError) else str(error) or type(error).__name__
-            raise Refused(f"{text.source!r} line {number}: not a row of {what} ({problem}); expected its .jsonl as "
-                          "published.") from None
-    if not found:
-        raise Refused(f"{text.source!r}: no rows; expected {what}'s .jsonl as published.")
-    return found
 
 
 def choices(question: str, options: list[str], right: str) -> Row:

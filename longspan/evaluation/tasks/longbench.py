@@ -15,7 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from longspan.evaluation import metrics
-from longspan.evaluation.base import Draft, Example, Key, Task, encode_continuation
+from longspan.evaluation.base import Draft, Example, Key, Task
+from longspan.evaluation.tasks.file_context import cut_to_fit, file_in, row_of
 from longspan.evaluation.texts import Text, load_file
 from longspan.registry import Refused, knob, method, nearest
 
@@ -100,16 +101,8 @@ class LongBench(Task):
         return load_file(str(self._file())) if self.path else None
 
     def _file(self) -> Path:
-        if not self.path:
-            raise Refused("longbench needs path=, your copy of LongBench v1's data folder (data.zip of its data set "
-                          "page) or one of its .jsonl files.")
-        path = Path(self.path).expanduser()
-        if not path.is_dir():
-            return path
-        known = sorted(file.stem for file in path.glob("*.jsonl"))
-        if self.name not in known:
-            raise Refused(f"longbench in {self.path!r}: {nearest(self.name, known, 'name')}")
-        return path / f"{self.name}.jsonl"
+        return file_in("longbench", self.path, self.name, "your copy of LongBench v1's data folder (data.zip of its data set "
+                       "page) or one of its .jsonl files")
 
     def _rows(self) -> tuple[str, list[dict[str, Any]]]:
         rows = read_rows(load_file(str(self._file())))
@@ -124,23 +117,18 @@ class LongBench(Task):
     def draft(self, key: Key, tokenizer: Any) -> Draft:
         name, rows = self._rows()
         subset = SUBSETS[name]
-        if key.index < 0:  # probes for the floor: the rows with the longest input
-            rows = sorted(rows, key=lambda row: -len(row["input"]))
-        row = rows[(key.index if key.index >= 0 else -1 - key.index) % len(rows)]
-        whole = subset.before + row["context"]
+        row = row_of(rows, key, lambda row: len(row["input"]))
         question = subset.after.replace("{input}", row["input"])
-        ids = encode_continuation(tokenizer, whole)
-        after = len(encode_continuation(tokenizer, question))
 
-        def build(kept: int) -> Example:
+        def make(context: str, truncated: bool) -> Example:
             return Example(
-                context=whole if kept >= len(ids) else middle_cut(ids, kept, after, tokenizer), question=question,
+                context=context, question=question,
                 answer_prefix="", answers=tuple(row["answers"]), max_new_tokens=subset.new_tokens,
                 meta={"index": key.index, "answers_are": "any", "subset": name, "chat_template": subset.chat,
-                      "classes": list(row.get("all_classes") or ()), "truncated": kept < len(ids),
+                      "classes": list(row.get("all_classes") or ()), "truncated": truncated,
                       "bucket": bucket(row.get("length", 0)), "stop": ["\n"] if name == "samsum" else []})
 
-        return Draft(build, least=min(16, len(ids)), most=len(ids))
+        return cut_to_fit(subset.before + row["context"], question, tokenizer, make)
 
     def metric(self, prediction: str, example: Example) -> float:
         subset = SUBSETS[example.meta["subset"]]
@@ -162,18 +150,6 @@ class LongBench(Task):
 def bucket(words: int) -> str:
     """LongBench-E's bucket of a context of that many words."""
     return "0-4k" if words < 4000 else "4-8k" if words < 8000 else "8k+"
-
-
-def middle_cut(ids: list[int], kept: int, after: int, tokenizer: Any) -> str:
-    """Text of `kept` of the tokens, the middle cut out so that both halves of the prompt are equally long.
-
-    The last half ends with the `after` tokens of the question, so less of the context remains before it.
-    """
-    first = min(kept, (kept + after + 1) // 2)
-    last = kept - first
-    halves = [ids[:first], ids[len(ids) - last:]]
-    return "".join(tokenizer.decode(half, skip_special_tokens=True, clean_up_tokenization_spaces=False)
-                   for half in halves)
 
 
 @functools.lru_cache(maxsize=2)

@@ -3,18 +3,24 @@
 "Mara lives beside the Eiffel Tower" answers "Which person has been to France?", but no word of the question leads
 there: attention can't match letters, one fact has to link the two. The published needles may not be used freely; the
 pairs here are our own. Two dozen depths, one needle each, and on request a sentence that does share the question's
-words and says nothing, at least a fifth of the text away.
+words and says nothing, at least a fifth of the text away. With a file (``file=``) needles are those of the user's copy of the
+published set.
+
+The base score and the effective length that NoLiMa reports are in `longspan.evaluation.effective_length`.
 """
 
 from __future__ import annotations
 
+import functools
+import json
+import re
 from typing import Any
 
 from longspan.evaluation import metrics
 from longspan.evaluation.base import Draft, Example, Key, Task
 from longspan.evaluation.tasks.haystack import Essay, at_characters, grid_depth, insert
-from longspan.evaluation.texts import Text, load_text
-from longspan.registry import knob, method
+from longspan.evaluation.texts import Text, load_file, load_text
+from longspan.registry import Refused, knob, method
 
 NAMES = ("Mara", "Tobias", "Ingrid", "Pablo", "Yasmin", "Cedric", "Noemi", "Ravi", "Leonora", "Dmitri", "Astrid",
          "Kofi", "Wanda", "Emre", "Celeste", "Hiroshi")
@@ -50,6 +56,7 @@ class NoLiMa(Task):
 
     haystack: str = knob("pydoc", "text the needle is hidden in: pydoc, docstrings, jargon, bible, debian-handbook")
     depths: int = knob(26, "depths from 0 to 1, one an example, each once before any comes again", low=1)
+    file: str = knob("", "your copy of NoLiMa's needle_set.json; pairs of our own if left out")
     distractor: bool = knob(False, "also hide a sentence with the question's words, a fifth of the text away")
 
     own_text = True
@@ -60,8 +67,13 @@ class NoLiMa(Task):
 
     def draft(self, key: Key, tokenizer: Any) -> Draft:
         rng = key.rng("needle")
-        (needle, question), name = rng.choice(PAIRS), rng.choice(NAMES)
-        hidden = [needle.format(name=name)]
+        if self.file:
+            pair, needle, question, names = rng.choice(read_needles(load_file(self.file)))
+            name = rng.choice(names)
+            hidden = [needle.replace("{CHAR}", name)]
+        else:
+            (needle, question), name = rng.choice(PAIRS), rng.choice(NAMES)
+            pair, hidden = question, [needle.format(name=name)]
         if self.distractor:
             hidden.append(DISTRACTOR.format(tail=question[0].lower() + question[1:-1] + "."))
         essay = Essay(self.text, rng.randrange(len(self.text.sentences)), tokenizer)
@@ -76,9 +88,39 @@ class NoLiMa(Task):
                 context=HEADER + body, question=f"\n\n{question} Give the name only.",
                 answer_prefix="The name of that person is", answers=(name,), max_new_tokens=16,
                 meta={"index": key.index, "depth": depth, "spans": spans[:1], "needle": hidden[0],
-                      "distractors": spans[1:]})
+                      "distractors": spans[1:], "pair": pair})
 
-        return Draft(build, least=6, estimate=essay.tokens)
+        return Draft(build, least=2, estimate=essay.tokens)
 
     def metric(self, prediction: str, example: Example) -> float:
         return metrics.contains(prediction, example.answers[0])
+
+
+Needle = tuple[str, str, str, tuple[str, ...]]
+"""Id of the pair, needle with ``{CHAR}`` for the name, question, names."""
+
+
+@functools.lru_cache(maxsize=2)
+def read_needles(text: Text) -> list[Needle]:
+    """Every needle of a published set with every question about it, one pair for each of its tests.
+
+    Raises:
+        Refused: the file isn't of NoLiMa's form.
+    """
+    try:
+        found = [(f"{one['id']}/{test}/{hop}", _filled(one["needle"], args["input_args"]), _filled(question, args["input_args"]),
+                  tuple(one["character_set"]))
+                 for one in json.loads(text.text) for test, args in one["tests"].items()
+                 for hop, question in one["questions"].items()]
+    except (ValueError, TypeError, KeyError, AttributeError, IndexError) as error:
+        problem = f"no field {error.args[0]!r}" if isinstance(error, KeyError) else str(error) or type(error).__name__
+        raise Refused(f"{text.source!r}: not a needle set of NoLiMa ({problem}); expected its needle_set.json as "
+                      "published.") from None
+    if not found:
+        raise Refused(f"{text.source!r}: no needles; expected NoLiMa's needle_set.json.")
+    return found
+
+
+def _filled(template: str, args: list[str]) -> str:
+    """A template with ``{1}``, ``{2}`` and so on replaced by the test's arguments."""
+    return re.sub(r"\{(\d+)\}", lambda found: args[int(found.group(1)) - 1], template)

@@ -17,13 +17,15 @@ for module in registry.method_modules():
     if module.startswith("longspan.evaluation.tasks."):
         registry.importlib.import_module(module)
 
-NEED_FILES = {"kvfunda-safety", "longbench", "ruler-qa"}
+NEED_FILES = {"helmet-rag", "infinitebench", "kvfunda-safety", "longbench", "lv-eval", "ruler-qa"}
 NAMES = sorted(name for name, found in registry._methods.items()
                if found.card.kind == "task" and found.card.room == "evaluation" and name not in NEED_FILES
                and found.card.module.startswith("longspan.evaluation.tasks."))
 EXPECTED = {"niah", "ruler-niah-single-1", "ruler-niah-single-2", "ruler-niah-single-3", "ruler-niah-multikey-1",
             "ruler-niah-multikey-2", "ruler-niah-multikey-3", "ruler-niah-multivalue", "ruler-niah-multiquery",
-            "ruler-vt", "ruler-cwe", "ruler-fwe", "passkey", "kv-retrieval", "perplexity"}
+            "ruler-vt", "ruler-cwe", "ruler-fwe", "passkey", "kv-retrieval", "perplexity", "number-string", "code-run",
+            "math-find", "math-calc", "babilong", "nolima", "longmemeval", "longbench-cite", "json-kv", "helmet-icl",
+            "helmet-rerank"}
 
 
 def make(name: str) -> Task:

@@ -4,7 +4,8 @@ import pytest
 from tiny_tokenizer import tiny_tokenizer
 
 from longspan.evaluation.base import prompt_parts, total_length
-from longspan.evaluation.tasks.longbench import SUBSETS, LongBench, bucket, middle_cut
+from longspan.evaluation.tasks.file_context import middle_cut
+from longspan.evaluation.tasks.longbench import SUBSETS, LongBench, bucket
 from longspan.registry import Refused
 
 

@@ -1,9 +1,11 @@
+import json
 import re
 
 import pytest
 from tiny_tokenizer import tiny_tokenizer
 
 from longspan.evaluation.tasks.nolima import PAIRS, NoLiMa
+from longspan.registry import Refused
 
 FUNCTION_WORDS = {"a", "an", "the", "in", "of", "to", "at", "on", "for", "is", "has", "been", "and", "that", "which",
                   "person", "can", "t", "doesn", "nor", "neither", "from", "once", "under"}
@@ -36,3 +38,22 @@ def test_name_anywhere_in_the_answer_counts():
     example, = task.examples(800, 1, 0, tiny_tokenizer())
     assert task.metric(f"I think it is {example.answers[0]}!", example) == 1.0
     assert task.metric("Nobody", example) == 0.0
+
+
+def test_needles_of_a_file(tmp_path):
+    rows = [{"id": "01", "needle": "Then {CHAR} sat beside {1}.",
+             "questions": {"onehop": "Who has been to {2}?", "twohop": "Who to {3}?"}, "character_set": ["Zora", "Quill"],
+             "tests": {"T1": {"input_args": ["the gate", "Ur", "Sumer"]}}}]
+    path = tmp_path / "needle_set.json"
+    path.write_text(json.dumps(rows))
+    task = NoLiMa(file=str(path))
+    found = list(task.examples(600, 8, 0, tiny_tokenizer()))
+    assert {example.meta["pair"] for example in found} == {"01/T1/onehop", "01/T1/twohop"}
+    for example in found:
+        assert example.meta["needle"] == f"Then {example.answers[0]} sat beside the gate."
+        assert example.context.count(example.meta["needle"]) == 1
+        assert ("Ur?" if example.meta["pair"].endswith("onehop") else "Sumer?") in example.question
+    for broken, problem in (([{"id": "01"}], "no field"), ([], "no needles"), ({}, "no needles")):
+        path.write_text(json.dumps(broken) + " " * len(problem + str(broken)))
+        with pytest.raises(Refused, match=problem):
+            list(task.examples(600, 1, 0, tiny_tokenizer()))
