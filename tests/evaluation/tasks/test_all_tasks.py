@@ -17,7 +17,7 @@ for module in registry.method_modules():
     if module.startswith("longspan.evaluation.tasks."):
         registry.importlib.import_module(module)
 
-NEED_FILES = {"helmet-rag", "infinitebench", "kvfunda-safety", "longbench", "lv-eval", "ruler-qa"}
+NEED_FILES = {"helmet-rag", "infinitebench", "kvfunda-safety", "longbench", "lv-eval", "mgal", "ruler-qa"}
 NAMES = sorted(name for name, found in registry._methods.items()
                if found.card.kind == "task" and found.card.room == "evaluation" and name not in NEED_FILES
                and found.card.module.startswith("longspan.evaluation.tasks."))
