@@ -20,8 +20,8 @@ import torch
 from longspan.evaluation import Request, parse_task, summarise
 from longspan.evaluation.once import measure_once
 from longspan.evaluation.profiling import make_profiles
+from longspan.evaluation.ranking import standing
 from longspan.evaluation.runner import Journal, describe, row_key
-from longspan.evaluation.statistics import holm, paired
 from longspan.experiments.base import machine
 from longspan.models import Loaded, load
 from longspan.recipe import Recipe
@@ -75,7 +75,7 @@ def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
 def winners(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Per task and budget, over all lengths: the recipe with the least mean answer NLL, and those that can't be told from it.
 
-    Recipes are compared with the winner on the same examples (sign-flip test of the paired differences, Holm over all).
+    All pairs of recipes are compared on the same examples, with one correction over all pairs (`longspan.evaluation.ranking`).
     Only examples that every recipe has a row for count.
     """
     found = []
@@ -85,9 +85,8 @@ def winners(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
             table = by_recipe([r for r in own if r["recipe"].endswith(f"(budget={budget})")])
             mean = {recipe: float(np.mean(values)) for recipe, values in table.items()}
             first = min(mean, key=lambda recipe: mean[recipe])
-            others = [recipe for recipe in table if recipe != first]
-            p = holm([paired(table[recipe], table[first]).p_value for recipe in others])
-            close = sorted((r for r, value in zip(others, p) if value > 0.05), key=lambda r: mean[r])
+            stands = dict(zip(table, standing(-np.array(list(table.values())).T)))
+            close = sorted((r for r in table if r != first and stands[r] != "worse"), key=lambda r: mean[r])
             full = by_recipe([r for r in own if r["recipe"] == "full"])["full"]
             found.append({"task": task, "budget": budget, "n": len(table[first]), "winner": first, "answer_nll": mean[first],
                           "full_nll": float(np.mean(full)), "recipes": len(table), "not_told_apart": close})

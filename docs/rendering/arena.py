@@ -18,6 +18,7 @@ TITLES = {
     "slots": ("recall in slots", "share of rows answered right; higher is better"),
 }
 TRAINED = {"text": 64, "recall": 32, "slots": 48}
+UNMARKED = "No arm is marked as the best: seeds are too few for an interval."
 HIGHEST = 3.0
 """Nats per byte at which the picture's scale ends."""
 
@@ -34,7 +35,7 @@ def one_table(docs: Path) -> str:
     found = stored(docs)
     head, cells = lines(found["table"])
     seeds = ", ".join(map(str, found["seeds"]))
-    said = f"Text: means over seeds {seeds}; recall and slots: seed 0. In brackets relative to `{BEHIND}`."
+    said = f"Text: means over seeds {seeds}; recall and slots: seed 0. In brackets relative to `{BEHIND}`. {UNMARKED}"
     return f"{said} Machine: {found['machine']}.\n\n" + table(
         head, cells, "l" + "r" * (len(head) - 1)
     )

@@ -15,6 +15,7 @@ from typing import Any
 
 from longspan.reporting import human_bytes, human_seconds, markdown_table, pareto_svg
 from longspan.reporting.experiments import reproduction_table
+from longspan.reporting.tables import BESIDE, ranked
 from rendering.text import cell, table
 
 BENCHMARKS = {
@@ -51,6 +52,10 @@ TITLES = {
     "max_error": "largest error",
 }
 """Column heads of benchmark rows; other keys are shown with spaces for underscores."""
+
+
+UNRANKED = "No recipe is marked as the best: these figures are stored without the tests between recipes."
+"""What a table says whose lines don't know how their recipes stand beside each other."""
 
 
 class Missing(Exception):
@@ -110,7 +115,7 @@ def demo_facts(found: dict[str, Any]) -> str:
     return (
         f"{found['model']}, {tasks} at {lengths} tokens, {count} examples a line, compressed {when}.{machine} "
         "Accuracy with its 95% interval; *vs full*: points, paired on the same examples, ▼ ▲ beyond chance "
-        "(Holm, 5%), · no difference shown. Times are medians of this machine."
+        f"(Holm, 5%), · no difference shown. {BESIDE if ranked(lines) else UNRANKED} Times are medians of this machine."
     )
 
 

@@ -11,6 +11,8 @@ from rendering.results import stored
 from rendering.text import table
 
 NAME = re.compile(r"(?P<score>.+) @ (?P<allocator>[\w-]+)\(budget=(?P<budget>[\d.]+)\)")
+SINGLE = ("A single best recipe is shown only where the last column says that none is left; elsewhere it is one of those named. "
+          "The tables and pictures below mark none.")
 NEAR = 6
 """Recipes named that can't be told from a winner."""
 
@@ -25,7 +27,7 @@ def winners(docs: Path) -> str:
         lines.append([f"`{w['task']}`", f"{w['budget']:.0%}", str(w["n"]), f"`{plain(w['winner'])}`", f"{w['answer_nll']:.3f}",
                       f"{w['full_nll']:.3f}", (", ".join(close[:NEAR]) + more) or f"none of the {w['recipes'] - 1} others"])
     head = ["task", "budget", "n", "least answer NLL", "its NLL", "full", "not told apart from it (Holm, 5%)"]
-    return table(head, lines, "lrrlrrl")
+    return table(head, lines, "lrrlrrl") + f"\n{SINGLE}\n"
 
 
 def tables(docs: Path) -> str:

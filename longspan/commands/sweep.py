@@ -29,6 +29,7 @@ def sweep(
     """
     from longspan.evaluation.sweeps import read_grid, read_status
     from longspan.evaluation.sweeps import sweep as run_sweep
+
     quiet_libraries()
     if len(words) == 2 and words[0] == "status":
         state, folder = read_status(Path(words[1])), Path(words[1])
@@ -38,7 +39,7 @@ def sweep(
         with progress_bar("cells") as tick:
             state = run_sweep(grid, folder, engine, workers, tick, address)
         if state.rows:
-            write_sweep_pages(folder, state.rows)
+            write_sweep_pages(folder)
     else:
         raise Refused(f"sweep {' '.join(words)}: expected a YAML file, or status and a folder.")
     if as_json:
@@ -47,6 +48,8 @@ def sweep(
         print(f"{folder}: {state.finished} of {state.total} cells finished, {len(state.failed)} failed, {state.missing} missing.")
         if state.busy:
             print(at_work(state.run))
+        if (page := folder / "report.html").is_file():
+            print(f"Report: {page}")
         for name, cells in (("refused", state.refused), ("failed", state.failed)):
             for cell, reason in cells:
                 print(f"{name}: {cell}: {reason}")
@@ -65,16 +68,13 @@ def at_work(run: Any) -> str:
             f"{duration(run.left)} left, the latest {ago} ago.")
 
 
-def write_sweep_pages(folder: Path, rows: list[Any]) -> None:
-    """``summary.json`` and a report page for each model."""
+def write_sweep_pages(folder: Path) -> None:
+    """``summary.json``, with the lines of each model, and ``report.html``, one page for the whole sweep."""
     from longspan.evaluation import summarise
     from longspan.evaluation.sweeps import by_model
-    from longspan.reporting import write_page
+    from longspan.reporting import cells_of, write_sweep
 
-    found = by_model(rows)
-    summaries = {model: summarise(own) for model, own in found.items()}
+    rows, cells = cells_of(folder)
+    summaries = {model: summarise(own) for model, own in by_model(rows).items()}
     (folder / "summary.json").write_text(json.dumps(summaries, indent=1, default=str) + "\n", encoding="utf-8")
-    for model, own in found.items():
-        plain = "".join(c if c.isalnum() or c in "-." else "-" for c in model)
-        name = "report.html" if len(found) == 1 else f"report-{plain}.html"
-        write_page(folder / name, own, summaries[model], [], {"command": "longspan sweep"})
+    write_sweep(folder / "report.html", rows, cells, {"command": "longspan sweep"})

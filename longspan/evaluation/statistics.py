@@ -6,8 +6,9 @@ hard examples, which is most of the spread there is, cancels. In the order used 
 1. one recipe: `mean_interval` (Wilson for right-or-wrong scores, else a bias-corrected bootstrap);
 2. two recipes: `paired` (interval of the mean difference, exact or sampled sign-flip test, exact McNemar test);
 3. many comparisons at once: `holm`;
-4. all of it over result rows: `summarise`;
-5. which recipes are worth having: `pareto`.
+4. which of many may be the best: `ranking`;
+5. all of it over result rows: `summarise`;
+6. which recipes are worth having: `pareto`.
 
 Rows are dictionaries, one per example (one Parquet row); ``None`` and NaN mean "not measured" and are left out.
 """
@@ -24,6 +25,8 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 from scipy import stats
 
+from longspan.evaluation.averages import average as average
+from longspan.evaluation.ranking import standings
 from longspan.registry import Refused
 
 DENSE = "full"
@@ -42,9 +45,8 @@ Row = dict[str, Any]
 # ---------------------------------------------------------------------------------------------------------- one recipe
 
 
-def mean_interval(
-    x: Values, seed: int = 0, n: int = 2000, level: float = 0.95, bounded: bool = False
-) -> tuple[float, float, float]:
+def mean_interval(x: Values, seed: int = 0, n: int = 2000, level: float = 0.95,
+                  bounded: bool = False) -> tuple[float, float, float]:
     """Mean of `x` with its confidence interval, as (mean, lo, hi).
 
     All values 0 or 1: the Wilson score interval (Wilson 1927), which stays sensible at 0% and 100%. Otherwise the BCa
@@ -89,6 +91,7 @@ def _wilson(mean: float, n: int, level: float) -> tuple[float, float]:
 def _bootstrap(values: Floats, seed: int, n: int, level: float) -> tuple[float, float]:
     """BCa interval of the mean; the percentile interval where BCa's correction can't be computed."""
     batch = max(1, 4_000_000 // len(values))  # at most 32 MB of resamples at a time
+    n = max(n, math.ceil(40 / (1 - level)))  # at least twenty resamples in each tail
     for kind in ("BCa", "percentile"):
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -203,7 +206,7 @@ def holm(p_values: Sequence[float | None]) -> list[float]:
 
 
 def summarise(
-    rows: Iterable[Row], by: Sequence[str] = ("recipe", "compress", "task", "length"), seed: int = 0
+    rows: Iterable[Row], by: Sequence[str] = ("recipe", "compress", "task", "length"), seed: int = 0, level: float = 0.95
 ) -> list[dict[str, Any]]:
     """One line per recipe, task and length, in the order they first appear: the rows of ``longspan compare --json``.
 
@@ -216,12 +219,16 @@ def summarise(
     (same task, length, index, seed and text): accuracy_difference, ci95, p_value, p_holm (corrected over the recipes
     of the same task and length), wins, losses, nll_difference, nll_ci95, nll_p_value and n.
 
+    Where there is something to compare, every recipe but the dense run also has standing, {"accuracy", "answer_nll"}: how it
+    stands among those of the same task and length, "best", "may-be-best" or "worse" (see `ranking`), None for no figure.
+
     Not measured is None, never NaN, so that the result is valid JSON.
 
     Args:
         rows: one dictionary per example.
         by: the keys that make a line. Leave out "task" or "length" to pool over them; the line then says "all".
         seed: of the resampling.
+        level: of the intervals in vs_full, where it shall not be 95%.
 
     Raises:
         Refused: rows of more than one model; they don't belong in one comparison.
@@ -229,14 +236,13 @@ def summarise(
     rows = list(rows)
     models = list(dict.fromkeys(row.get("model") for row in rows))
     if len(models) > 1:
-        raise Refused(
-            f"summarise: expected the rows of one model, got {', '.join(map(repr, models))}; pass them one by one."
-        )
+        raise Refused(f"summarise: expected the rows of one model, got {', '.join(map(repr, models))}; pass them one by one.")
     groups: dict[tuple[Any, ...], list[Row]] = {}
     for row in rows:
         groups.setdefault(tuple(row.get(key) for key in by), []).append(row)
     dense = _dense_rows(rows)
-    lines = [_line(group, dense, seed) for group in groups.values()]
+    lines = [_line(group, dense, seed, level) for group in groups.values()]
+    _rank(lines, groups, by, seed)
     families: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
     for line in lines:
         if "vs_full" in line:
@@ -247,7 +253,20 @@ def summarise(
     return lines
 
 
-def _line(group: list[Row], dense: dict[tuple[Any, ...], Row], seed: int) -> dict[str, Any]:
+def _rank(lines: list[dict[str, Any]], groups: dict[tuple[Any, ...], list[Row]], by: Sequence[str], seed: int) -> None:
+    families: dict[tuple[Any, ...], list[tuple[dict[str, Any], list[Row]]]] = {}
+    for line, (key, group) in zip(lines, groups.items()):
+        if line["recipe"] != DENSE:
+            family = tuple(value for name, value in zip(by, key) if name not in ("recipe", "compress"))
+            families.setdefault(family, []).append((line, group))
+    for contestants in families.values():
+        found = standings([{_example(row): row for row in group} for _, group in contestants], seed)
+        for (line, _), standing in zip(contestants, found):
+            if any(standing.values()):
+                line["standing"] = standing
+
+
+def _line(group: list[Row], dense: dict[tuple[Any, ...], Row], seed: int, level: float) -> dict[str, Any]:
     mean, lo, hi = mean_interval([row.get("score") for row in group], seed, bounded=True)
     line = {
         "recipe": _common(group, "recipe"), "compress": _common(group, "compress"), "task": _common(group, "task"),
@@ -262,21 +281,21 @@ def _line(group: list[Row], dense: dict[tuple[Any, ...], Row], seed: int) -> dic
     if any(row.get("oracle_name") for row in group):
         line["oracle"] = average([_parsed(row.get("oracle")) for row in group])
     if line["recipe"] != DENSE and dense:
-        versus = _against_dense(group, dense, seed)
+        versus = _against_dense(group, dense, seed, level)
         if versus["n"]:
             line["vs_full"] = versus
     return line
 
 
-def _against_dense(group: list[Row], dense: dict[tuple[Any, ...], Row], seed: int) -> dict[str, Any]:
+def _against_dense(group: list[Row], dense: dict[tuple[Any, ...], Row], seed: int, level: float) -> dict[str, Any]:
     pairs = []
     for row in group:
         # The dense run is the same whenever compression would happen; prefer the one made the same way.
         other = dense.get((*_example(row), row.get("compress"))) or dense.get(_example(row))
         if other is not None:
             pairs.append((row, other))
-    score = paired([a.get("score") for a, _ in pairs], [b.get("score") for _, b in pairs], seed)
-    nll = paired([a.get("answer_nll") for a, _ in pairs], [b.get("answer_nll") for _, b in pairs], seed)
+    score = paired([a.get("score") for a, _ in pairs], [b.get("score") for _, b in pairs], seed, level=level)
+    nll = paired([a.get("answer_nll") for a, _ in pairs], [b.get("answer_nll") for _, b in pairs], seed, level=level)
     return {
         "accuracy_difference": _json(score.difference), "ci95": [_json(score.lo), _json(score.hi)],
         "p_value": _json(score.p_value), "p_holm": None, "wins": score.wins, "losses": score.losses,
@@ -297,25 +316,6 @@ def _dense_rows(rows: list[Row]) -> dict[tuple[Any, ...], Row]:
 def _example(row: Row) -> tuple[Any, ...]:
     """What makes two rows the same example; the text counts, since installed texts differ between machines."""
     return tuple(row.get(key) for key in ("task", "length", "index", "seed", "text_hash"))
-
-
-def average(reports: Sequence[Any]) -> Any:
-    """Mean of reports of one shape: numbers and equally long lists are averaged, dictionaries go key by key.
-
-    Other values are kept where all agree and become None where they differ; so do lists of different lengths.
-    """
-    found = [r for r in reports if r is not None]
-    if not found:
-        return None
-    if all(isinstance(r, dict) for r in found):
-        keys = list(dict.fromkeys(key for r in found for key in r))
-        return {key: average([r[key] for r in found if key in r]) for key in keys}
-    if all(isinstance(r, list) for r in found):
-        return [average(list(part)) for part in zip(*found)] if len({len(r) for r in found}) == 1 else None
-    if all(isinstance(r, int | float) and not isinstance(r, bool) for r in found):
-        same = all(r == found[0] for r in found)
-        return found[0] if same else _json(float(_measured(found).mean())) if len(_measured(found)) else None
-    return found[0] if all(r == found[0] for r in found) else None
 
 
 # -------------------------------------------------------------------------------------------------------- worth having

@@ -33,7 +33,7 @@ def page_data(rows: list[Row], summary: list[Row], kept: list[dict[str, Any]]) -
     lengths = sorted({line["length"] for line in summary if line["length"] is not None})
     return rounded({
         "recipes": [{"name": n, "dense": n == DENSE, **look[n]._asdict()} for n in names],
-        "tasks": tasks, "lengths": lengths,
+        "axes": ["task", "length"], "tasks": tasks, "lengths": lengths,
         "views": views(rows, summary, tasks, lengths, names),
         "needles": {metric: [m._asdict() for m in needle_maps(rows, metric)] for metric in ("score", "answer_nll")},
         "examples": examples(rows, names), "kept": kept,
@@ -47,7 +47,9 @@ def views(
     from longspan.evaluation import statistics  # here, because its room loads the models' libraries
 
     pooled: dict[tuple[str, str], list[Row]] = {}
-    for by in (("task", "length"), ("task",), ("length",), ()):
+    for line in summary:
+        pooled.setdefault((str(line["task"]), str(line["length"])), []).append(line)
+    for by in (("task",), ("length",), ()):
         for line in statistics.summarise(rows, by=("recipe", *by)):
             key = str(line["task"]) if "task" in by else "", str(line["length"]) if "length" in by else ""
             pooled.setdefault(key, []).append(line)
@@ -57,18 +59,29 @@ def views(
             lines = [
                 line for line in summary if task in ("", line["task"]) and length in ("", str(line["length"]))
             ]
-            versus = {line["recipe"]: line.get("vs_full") for line in pooled.get((task, length), [])}
+            of = {line["recipe"]: line for line in pooled.get((task, length), [])}
             out[f"{task}|{length}"] = [
-                p.as_json() | {"recipe": names.index(p.recipe), "vs": versus.get(p.recipe)} for p in points(lines)
+                p.as_json() | {"recipe": names.index(p.recipe), "vs": of.get(p.recipe, {}).get("vs_full"),
+                               "standing": of.get(p.recipe, {}).get("standing")} for p in points(lines)
             ]
     return out
 
 
 def overall(rows: list[Row]) -> list[Row]:
-    """One line per recipe, pooled over tasks and lengths, compared with the dense run pair by pair."""
+    """One line per recipe, pooled over tasks and lengths, compared with the dense run pair by pair.
+
+    Of several recipes the reader will take the one that looks best; so vs_full also has all95, intervals that hold for all of
+    them together (Bonferroni).
+    """
     from longspan.evaluation import statistics
 
-    return statistics.summarise(rows, by=("recipe",))
+    lines = statistics.summarise(rows, by=("recipe",))
+    compared = sum("vs_full" in line for line in lines)
+    wide = statistics.summarise(rows, by=("recipe",), level=1 - 0.05 / compared) if compared > 1 else lines
+    for line, other in zip(lines, wide):
+        if "vs_full" in line:
+            line["vs_full"]["all95"] = other["vs_full"]["ci95"]
+    return lines
 
 
 def headline(lines: list[Row], margin: float = MARGIN) -> dict[str, str]:
@@ -80,44 +93,53 @@ def headline(lines: list[Row], margin: float = MARGIN) -> dict[str, str]:
         return _said("The dense run isn't among these recipes, so what they lose can't be said. Add “full”.")
     known = [
         line for line in lines
-        if line.get("vs_full") and line["vs_full"]["ci95"][0] is not None and line["cache_bytes"] is not None
+        if line.get("vs_full") and line["vs_full"]["all95"][0] is not None and line["cache_bytes"] is not None
     ]  # fmt: skip
     if not known:
         return _said("No example was scored for both a recipe and the dense run; the answer NLL tells them apart.")
     n = max(line["vs_full"]["n"] for line in known)
-    good = [line for line in known if line["vs_full"]["ci95"][0] > -margin]
+    good = [line for line in known if line["vs_full"]["all95"][0] > -margin]
     if not good:
         return _said(
             f"With {n} examples each, no recipe is shown to stay within {percent(margin)[:-1]} points of the dense "
             "run. More examples narrow the intervals."
         )
-    best = min(good, key=lambda line: line["cache_bytes"])
+    best = min(good, key=_size)
+    alike = [line["recipe"] for line in good if line is not best and _size(line) <= 1.01 * _size(best)]
     versus = best["vs_full"]
-    lo, hi = (signed(100 * v) for v in versus["ci95"])
+    lo, hi = (signed(100 * v) for v in versus["all95"])
     full = best["full_cache_bytes"]
     share = f" ({percent(best['cache_bytes'] / full)} of the dense cache)" if full else ""
     return _said(
         f"is the smallest cache that holds up: {human_bytes(best['cache_bytes'])}{share}, accuracy "
         f"{signed(100 * versus['accuracy_difference'])} points [{lo}, {hi}] against the dense run on the same "
-        f"{versus['n']} examples. A loss of more than {percent(margin)[:-1]} points is ruled out at 95% confidence.",
+        f"{versus['n']} examples. A loss of more than {percent(margin)[:-1]} points is ruled out at 95% confidence"
+        + (f", for all {len(known)} recipes together." if len(known) > 1 else ".")
+        + (f" Of the same size: {', '.join(alike)}." if alike else ""),
         best["recipe"],
     )
+
+
+def _size(line: Row) -> float:
+    """Share of the dense cache, where it is known: bytes of recipes that have read different examples don't compare."""
+    return line["cache_bytes"] / (line["full_cache_bytes"] or 1)
 
 
 def _said(text: str, recipe: str = "") -> dict[str, str]:
     return {"recipe": recipe, "text": text}
 
 
-def examples(rows: Iterable[Row], names: list[str]) -> list[dict[str, Any]]:
-    """Every example once, with what each recipe answered."""
+def examples(rows: Iterable[Row], names: list[str], longest: int = LONGEST) -> list[dict[str, Any]]:
+    """Every example once, with what each recipe answered, in at most `longest` characters."""
+    at = {name: i for i, name in enumerate(names)}
     found: dict[tuple[Any, ...], dict[str, Any]] = {}
     for row in rows:
         key = tuple(row.get(k) for k in ("task", "length", "index", "seed", "text_hash"))
         if key not in found:
             found[key] = {k: row.get(k) for k in ("task", "length", "index", "seed", "depth")}
-            found[key] |= {"answers": _answers(row.get("answers")), "runs": []}
+            found[key] |= {"answers": _answers(row.get("answers"), longest), "runs": []}
         run = [row.get(k) for k in ("score", "answer_nll", "cache_bytes", "ttft_s")]
-        found[key]["runs"].append([names.index(row["recipe"]), _cut(row.get("prediction")), *run])
+        found[key]["runs"].append([at[row["recipe"]], _cut(row.get("prediction"), longest), *run])
     return list(found.values())
 
 
@@ -175,14 +197,14 @@ def prepared(rows: Iterable[Row], summary: Iterable[Row] | None) -> tuple[list[R
     return known, labelled(statistics.summarise(known) if summary is None else summary)
 
 
-def _answers(value: Any) -> list[str]:
+def _answers(value: Any, longest: int) -> list[str]:
     found = json.loads(value) if isinstance(value, str) and value else value or []
-    return [_cut(v) for v in (found if isinstance(found, list) else [found])]
+    return [_cut(v, longest) for v in (found if isinstance(found, list) else [found])]
 
 
-def _cut(value: Any) -> str:
+def _cut(value: Any, longest: int) -> str:
     text = "" if value is None else _text(value)
-    return text if len(text) <= LONGEST else f"{text[:LONGEST]}… ({len(text) - LONGEST:,} more characters)"
+    return text if len(text) <= longest else f"{text[:longest]}… ({len(text) - longest:,} more characters)"
 
 
 def _text(value: Any) -> str:

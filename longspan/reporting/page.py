@@ -61,13 +61,13 @@ def page_html(
     data = findings.page_data(known, lines, shown)
     given = dict(meta or {})
     models = list(dict.fromkeys(str(row["model"]) for row in known if row.get("model")))
-    return _template().render(
+    return template("page.html").render(
         title=given.get("title") or (f"Long context on {models[0]}" if models else "Long context, compared"),
         headline=findings.headline(findings.overall(known)), facts=_facts(known, data),
         run=findings.provenance(known, meta),
         lines=[_table_row(line, data) for line in lines], recipes=data["recipes"], tasks=data["tasks"],
         lengths=data["lengths"], has_kept=bool(shown), has_needles=bool(data["needles"]["score"]),
-        has_examples=bool(data["examples"]), plots=_plots(data), data=script_json(data),
+        has_examples=bool(data["examples"]), plots=plots(data["views"]["|"], data["lengths"]), data=script_json(data),
     )  # fmt: skip
 
 
@@ -80,14 +80,14 @@ def script_json(value: Any) -> str:
     return "".join(f"\\u{ord(c):04x}" if "\ud800" <= c <= "\udfff" else c for c in text)
 
 
-def _plots(data: dict[str, Any]) -> list[dict[str, str]]:
+def plots(points: list[dict[str, Any]], lengths: list[int]) -> list[dict[str, str]]:
     """The pictures there are numbers for; where nothing was scored, the answer NLL takes the place of accuracy."""
-    have = {key: any(p[key] is not None for p in data["views"]["|"]) for key in ("accuracy", "answer_nll", "ttft_s")}
+    have = {key: any(p[key] is not None for p in points) for key in ("accuracy", "answer_nll", "ttft_s")}
     main = "accuracy" if have["accuracy"] else "answer_nll"
     found = [(main, "cache_bytes", "against cache size"), (main, "ttft_s", "against time to first token")]
     if main == "accuracy":
         found.append(("answer_nll", "cache_bytes", "against cache size"))
-    if len(data["lengths"]) > 1:
+    if len(lengths) > 1:
         found.append((main, "length", "by context length"))
     what = {"accuracy": ("Accuracy", ""), "answer_nll": ("Answer NLL", "bars: paired difference from full")}
     return [
@@ -101,18 +101,20 @@ def _facts(rows: list[dict[str, Any]], data: dict[str, Any]) -> list[str]:
     lengths = [f"{n:,}" for n in data["lengths"]]
     when = list(dict.fromkeys(row["compress"].replace("-", " the ") for row in rows if row.get("compress")))
     found = [
-        _count(len(data["recipes"]), "recipe"), _count(len(data["tasks"]), "task"),
-        f"{_joined(lengths)} tokens" if lengths else "", f"{_count(len(data['examples']), 'example')} for each recipe",
-        f"compressed {_joined(when)}" if when else "",
+        count(len(data["recipes"]), "recipe"), count(len(data["tasks"]), "task"),
+        f"{joined(lengths)} tokens" if lengths else "", f"{count(len(data['examples']), 'example')} for each recipe",
+        f"compressed {joined(when)}" if when else "",
     ]  # fmt: skip
     return [fact for fact in found if fact]
 
 
-def _count(n: int, thing: str) -> str:
+def count(n: int, thing: str) -> str:
+    """``1 task``, ``1,200 tasks``."""
     return f"{n:,} {thing}" + ("" if n == 1 else "s")
 
 
-def _joined(parts: list[str]) -> str:
+def joined(parts: list[str]) -> str:
+    """``a``, ``a and b``, ``a, b and c``."""
     return parts[0] if len(parts) == 1 else ", ".join(parts[:-1]) + " and " + parts[-1]
 
 
@@ -144,10 +146,11 @@ def _why(versus: dict[str, Any]) -> str:
 
 
 @cache
-def _template() -> Template:
+def template(name: str) -> Template:
+    """A page of this folder, before it is filled."""
     from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
     found = Environment(
         loader=FileSystemLoader(HERE), autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )
-    return found.get_template("page.html")
+    return found.get_template(name)

@@ -2,7 +2,9 @@
 
 A line shows accuracy with its 95% interval, how it differs from the dense run on the same examples (in points, marked
 when that is beyond chance: ``▼`` worse, ``▲`` better, ``·`` no difference shown at the 5% level after Holm's
-correction), the answer's negative log-likelihood, the cache right after compression and the two speeds.
+correction), the answer's negative log-likelihood, the cache right after compression and the two speeds. Beside accuracy and
+likelihood stands how a recipe compares with all other recipes of its block: ``★`` where it is the best, ``≈`` where it can't
+be told from the best, nothing where another one is shown to be better.
 """
 
 from __future__ import annotations
@@ -28,6 +30,10 @@ TERMINAL = {
 """Columns in a terminal, with shorter heads; task, length and n stand in a line above their block."""
 NONE = "–"
 LEVEL = 0.05
+STANDING = {"best": "★", "may-be-best": "≈"}
+BESIDE = ("Recipes beside each other: ★ the best, ≈ not told from the best, no mark: another one is better (paired on the same "
+          "examples, 5% over all pairs; full is the yardstick and takes no part).")
+"""What the marks of `standing` mean."""
 
 
 def human_bytes(n: float | None) -> str:
@@ -70,6 +76,16 @@ def mark(line: Line) -> str:
     return "▲" if versus["accuracy_difference"] > 0 else "▼"
 
 
+def standing(line: Line, measure: str) -> str:
+    """The mark of how a line's recipe stands beside the others by a measure: ``★``, ``≈`` or empty."""
+    return STANDING.get((line.get("standing") or {}).get(measure) or "", "")
+
+
+def ranked(lines: Iterable[Line]) -> bool:
+    """Whether any line knows how its recipe stands: figures without their examples don't, and then no winner is shown."""
+    return any(line.get("standing") for line in lines)
+
+
 def cells(line: Line) -> tuple[str, ...]:
     """The line's texts, one per column of `COLUMNS`."""
     lo, hi = line["ci95"]
@@ -79,8 +95,8 @@ def cells(line: Line) -> tuple[str, ...]:
     speed = line["tokens_per_s"]
     return (
         str(line["recipe"]), str(line["task"]), _length(line["length"]), str(line["n"]),
-        percent(line["accuracy"]) + interval, _versus(line),
-        NONE if line["answer_nll"] is None else f"{line['answer_nll']:.3f}",
+        f"{percent(line['accuracy'])}{interval} {standing(line, 'accuracy')}".rstrip(), _versus(line),
+        NONE if line["answer_nll"] is None else f"{line['answer_nll']:.3f} {standing(line, 'answer_nll')}".rstrip(),
         human_bytes(line["cache_bytes"]), percent(share), human_seconds(line["ttft_s"]),
         NONE if speed is None else f"{speed:.1f}",
     )  # fmt: skip
@@ -133,6 +149,8 @@ def summary_table(summary: Iterable[Line], title: str | None = None) -> Table:
     if lines:
         when = f"Compressed {' or '.join(compress)}. " if compress else ""
         table.caption = when + "Intervals: 95%. vs full: points, paired; ▼ ▲ beyond chance (Holm, 5%), · none shown."
+        if ranked(lines):
+            table.caption += " " + BESIDE
     return table
 
 

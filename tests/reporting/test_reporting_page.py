@@ -166,7 +166,7 @@ def test_page_is_written_and_refuses_what_it_cannot_show(tmp_path: Path, rows: l
 
 
 def overall(recipe: str, lo: float, share: float, difference: float = 0.0) -> Row:
-    versus = {"accuracy_difference": difference, "ci95": [lo, lo + 0.2], "n": 50}
+    versus = {"accuracy_difference": difference, "all95": [lo, lo + 0.2], "n": 50}
     return {"recipe": recipe, "cache_bytes": int(1000 * share), "full_cache_bytes": 1000, "vs_full": versus}
 
 
@@ -180,6 +180,22 @@ def test_headline_names_the_smallest_cache_that_rules_the_loss_out() -> None:
     assert none["recipe"] == "" and "no recipe is shown to stay within 10 points" in none["text"]
     assert "Add “full”" in findings.headline([small])["text"]
     assert "answer NLL" in findings.headline([dense, dense | {"recipe": "x"}])["text"]
+
+
+def test_headline_names_others_of_the_same_size_and_says_that_it_holds_for_all() -> None:
+    dense = {"recipe": "full", "cache_bytes": 1000, "full_cache_bytes": 1000}
+    found = findings.headline([dense, overall("a", -0.05, 0.2), overall("b", 0.0, 0.2), overall("c", 0.0, 0.4)])
+    assert found["recipe"] == "a" and found["text"].endswith("for all 3 recipes together. Of the same size: b.")
+    assert findings.headline([dense, overall("a", -0.05, 0.2)])["text"].endswith("at 95% confidence.")
+
+
+def test_intervals_of_the_headline_are_wider_the_more_recipes_there_are(rows: list[Row]) -> None:
+    every = {line["recipe"]: line for line in findings.overall(rows)}
+    for recipe in list(every)[1:]:
+        line = every[recipe]
+        assert line["vs_full"]["all95"][0] < line["vs_full"]["ci95"][0] < line["vs_full"]["ci95"][1] < line["vs_full"]["all95"][1]
+        (alone,) = (x for x in findings.overall([r for r in rows if r["recipe"] in ("full", recipe)]) if x["recipe"] == recipe)
+        assert alone["vs_full"]["all95"] == alone["vs_full"]["ci95"]
 
 
 def test_provenance_lists_every_text_and_seed_once() -> None:

@@ -14,6 +14,8 @@ from longspan.reporting.tables import (
     mark,
     markdown_table,
     oracle_table,
+    ranked,
+    standing,
     summary_table,
 )
 
@@ -51,15 +53,33 @@ def test_marks_follow_the_corrected_p_value() -> None:
     assert mark({}) == ""
 
 
+def test_marks_say_who_may_be_the_best_and_nothing_where_that_is_unknown() -> None:
+    line = {"standing": {"accuracy": "best", "answer_nll": "may-be-best"}}
+    assert (standing(line, "accuracy"), standing(line, "answer_nll")) == ("★", "≈")
+    assert standing({"standing": {"accuracy": "worse", "answer_nll": None}}, "accuracy") == ""
+    assert standing({}, "accuracy") == "" and ranked([{}, line]) and not ranked([{}])
+
+
+def test_a_table_explains_its_marks_only_where_it_has_some(summary: list[Line]) -> None:
+    found = {line["recipe"]: dict(zip(COLUMNS, cells(line))) for line in summary if line["task"] == "niah"}
+    assert "★" not in found["full"]["accuracy"] and "≈" not in found["full"]["answer NLL"]
+    for line in summary:
+        assert ("≈" in cells(line)[4]) == ((line.get("standing") or {}).get("accuracy") == "may-be-best")
+    assert any("≈" in texts["accuracy"] for texts in found.values())
+    assert "≈ not told from the best" in str(summary_table(summary).caption)
+    bare = [{name: value for name, value in line.items() if name != "standing"} for line in summary]
+    assert "≈" not in str(summary_table(bare).caption) and not {"≈", "★"} & set(markdown_table(bare))
+
+
 def test_cells_of_a_line(summary: list[Line]) -> None:
     line = next(found for found in summary if found["recipe"] == "snapkv(budget=0.2)")
     texts = dict(zip(COLUMNS, cells(line)))
     lo, hi = line["ci95"]
-    assert texts["accuracy"] == f"{100 * line['accuracy']:.0f}% [{100 * lo:.0f}, {100 * hi:.0f}]"
+    assert texts["accuracy"].rstrip(" ≈★") == f"{100 * line['accuracy']:.0f}% [{100 * lo:.0f}, {100 * hi:.0f}]"
     assert texts["cache"] == human_bytes(line["cache_bytes"]) and texts["of full"] == "20%"
     assert texts["length"] == "1,000"
     missing = line | {"accuracy": None, "ci95": [None, None], "answer_nll": None, "cache_bytes": None, "vs_full": None}
-    missing |= {"ttft_s": None, "tokens_per_s": None}
+    missing |= {"ttft_s": None, "tokens_per_s": None, "standing": None}
     assert set(cells(missing)[4:]) == {"–"}
 
 
