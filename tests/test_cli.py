@@ -167,3 +167,14 @@ def test_auto_asks_the_planner(call, folder):
                           "--max-new-tokens", "1", "--json")
     assert code == 0, err
     assert json.loads(out)["rows"][0]["recipe"].startswith("auto: ")
+
+
+@pytest.mark.parametrize("words", [
+    ("--mixer", "gated", "--dim", "16", "--layers", "1", "--heads", "2", "--task", "copy", "--context", "16"),
+    ("--retrofit", "repo", "--model", "FOLDER", "--context", "32"),
+    ("--task", "l-cube", "--dim", "16", "--layers", "1", "--heads", "2", "--context", "8", "--batch", "2"),
+], ids=["decoder", "retrofit", "l-cube"])  # fmt: skip
+def test_train_reaches_decoders_retrofits_and_l_cube(call, folder, words):
+    code, out, err = call("train", *(folder if word == "FOLDER" else word for word in words), "--steps", "1", "--json")
+    assert code == 0, err
+    assert json.loads(out)

@@ -67,7 +67,7 @@ def train(
         if given := next((name for name, value in small.items() if value is not None), None):
             raise Refused(f"--{given.replace('_', '-')} with --retrofit: a pretrained model is trained on text as it is; leave "
                           "one of the two out.")
-            from longspan.training.retrofit import RetrofitOptions as Options  # type: ignore[assignment]
+        from longspan.training.retrofit import RetrofitOptions as Options  # type: ignore[assignment]
         from longspan.training.retrofit import train_retrofit as run_training
 
         quiet_libraries()
