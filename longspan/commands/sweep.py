@@ -51,18 +51,30 @@ def sweep(
         if (page := folder / "report.html").is_file():
             print(f"Report: {page}")
         for name, cells in (("refused", state.refused), ("failed", state.failed)):
-            for cell, reason in cells:
-                print(f"{name}: {cell}: {reason}")
+            for reason, where in by_reason(cells).items():
+                more = "" if len(where) == 1 else f" (and {len(where) - 1} more cells)"
+                print(f"{name}: {where[0]}{more}: {reason}")
     if state.failed:
         raise SystemExit(1)
+
+
+def by_reason(cells: list[tuple[str, str]]) -> dict[str, list[str]]:
+    """Cells that share a reason, so that one fact is told once."""
+    found: dict[str, list[str]] = {}
+    for cell, reason in cells:
+        found.setdefault(reason, []).append(cell)
+    return found
 
 
 def at_work(run: Any) -> str:
     """A run under way, in one line."""
     from longspan.evaluation.sweeps import duration
 
-    if run is None or not run.done:
-        return "A run is at work; no cell of it is done yet."
+    if run is None:
+        return "A run is at work; it is only starting."
+    if not run.done:
+        began = duration(time.time() - run.started)
+        return f"Process {run.process} on {run.host} is at work ({run.engine}) since {began}; no cell of it is done yet."
     ago = duration(time.time() - run.at)
     return (f"Process {run.process} on {run.host} is at work ({run.engine}): {run.done} of {run.cells} cells of this run done, "
             f"{duration(run.left)} left, the latest {ago} ago.")

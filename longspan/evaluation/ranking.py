@@ -11,8 +11,9 @@ Recipes a and b differ by d_i on example i. Under "no difference" the sign of d_
 is compared with its values under tossed signs, which is the test of `statistics.paired`. Over all pairs the toss is the same
 for an example, so that the pairs' dependence stays, and Westfall and Young's step-down (1993, algorithm 2.8; Romano and Wolf
 2005) holds all pairs at one level: the pair with the largest t is compared with the largest t of all pairs under each toss,
-the next one with the largest of those that are left, and so on. Unlike Holm's correction it costs little when many recipes
-are nearly the same.
+the next one with the largest of those that are left, and so on. The level holds where differences are symmetric around zero
+under "no difference", as those of right-or-wrong scores are; strongly skewed ones exceed it with few examples. Unlike Holm's
+correction it costs little when many recipes are nearly the same.
 """
 
 from __future__ import annotations

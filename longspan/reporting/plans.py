@@ -27,7 +27,18 @@ def plan_table(plan: Any) -> Any:
         table.add_row(choice.recipe, human_bytes(choice.bytes), kept, above, at, verdict)
     parts: list[Any] = [Text(title, style="bold"), table]
     if not plan.recommended:
-        parts.append(Text("Nothing fits; lower --floor, raise --memory, or shorten the context.", style="yellow"))
+        parts.append(Text(advice(plan.choices), style="yellow"))
     if plan.note:
         parts.append(Text(f"Note: {plan.note}.", style="yellow"))
     return Group(*parts)
+
+
+def advice(choices: list[Any]) -> str:
+    """What would help where nothing is recommended."""
+    fitting = [choice for choice in choices if choice.fits]
+    if not fitting:
+        return "Nothing fits; raise --memory, or shorten the context."
+    if all(choice.quality is None for choice in fitting):
+        return "Of what fits, the quality isn't known; measure it where the dense run is right at least half of the time."
+    return ("Nothing that fits is shown to keep that much; lower --floor, raise --memory, shorten the context, or measure more "
+            "examples.")

@@ -15,7 +15,7 @@ import pytest
 from tiny_folder import write_tiny_folder
 
 from longspan import registry
-from longspan.commands.sweep import at_work
+from longspan.commands.sweep import at_work, by_reason
 from longspan.evaluation import Request, parse_task, run
 from longspan.evaluation.sweeps import Folder, Grid, cells, command, read_grid, read_status, state_of, sweep
 from longspan.evaluation.sweeps.cells import bundles, run_bundle
@@ -76,7 +76,16 @@ def test_a_grid_is_read(tmp_path, grid):
     ("recipes: [full]\n", "has no tasks"),
     ("recipes: [full]\ntasks: [niah]\nlenghts: [5]\n", "unknown entry 'lenghts'; did you mean 'lengths'"),
     ("recipes: [full]\ntasks: [niah]\nlengths: [0]\n", "lengths: 0: expected a whole number of at least 1"),
-    ("recipes: [full, full]\ntasks: [niah]\n", "recipes: 'full' stands there twice"),
+    ("recipes: [full, full]\ntasks: [niah]\n", "recipes: 'full' stands there twice; expected each once"),
+    ('recipes: ["snapkv(budget=0.50)", "snapkv(budget=0.5)"]\ntasks: [niah]\n', "twice, as 'snapkv.budget=0.50.'; expected each"),
+    ('recipes: [full]\ntasks: [niah, "niah()"]\n', "tasks: 'niah..' stands there twice, as 'niah'"),
+    ("recipes: [full]\ntasks: [niah]\nlengths: ['300']\n", "lengths: '300': expected a whole number of at least 1, without"),
+    ("recipes: [full]\ntasks: [niah]\ndtype: float99\n", "dtype: 'float99': expected float32, bfloat16 or float16"),
+    ("recipes: [full]\ntasks: [niah]\ndtype: [float32]\n", "dtype: .'float32'.: expected float32"),
+    ("recipes: [full]\ntasks: [niah]\nread_once: 'no'\n", "read_once: 'no': expected true or false, without quotes"),
+    ("recipes: [full]\ntasks: [niah]\nload: nofile.py\n", "load: 'nofile.py': no such file"),
+    ("recipes:\ntasks: [niah]\n", "recipes is empty; expected a list, such as recipes: .full."),
+    ("recipes: [snapkv(budget=0.5, window=8)]\ntasks: [niah]\n", "text with brackets or commas goes in quotes"),
     ("recipes: [fulll]\ntasks: [niah]\n", "did you mean"),
     ("recipes: [full]\ntasks: [snapkv]\n", "expected a task"),
     ("recipes: []\ntasks: [niah]\n", "expected at least one"),
@@ -161,6 +170,21 @@ def test_half_a_file_is_no_cell(tmp_path, grid):
 def test_engines_that_cannot_be(tmp_path, grid, options, said):
     with pytest.raises(Refused, match=said):
         sweep(grid, tmp_path, **options)
+
+
+def test_what_is_refused_leaves_no_trace(tmp_path, grid):
+    sweep_of = tmp_path / "out"
+    for change, options in (({"models": ("nowhere/m",)}, {}), ({}, {"engine": "locl"}), ({}, {"workers": 0})):
+        with pytest.raises(Refused):
+            sweep(replace(grid, **change), sweep_of, **options)
+    assert not sweep_of.exists()
+
+
+def test_reports_of_an_earlier_grid_do_not_stay(tmp_path, grid, monkeypatch):
+    (tmp_path / "report.html").write_text("old", encoding="utf-8")
+    monkeypatch.setattr(command, "run_cells", lambda cells, *_: ((cell, {"rows": [], "refused": "not so."}) for cell in cells))
+    assert len(sweep(grid, tmp_path).refused) == 4 and not (tmp_path / "report.html").exists()
+    assert by_reason(sweep(grid, tmp_path).refused) == {"not so.": [str(cell) for cell in grid.cells()]}
 
 
 def test_two_runs_do_not_share_a_folder(tmp_path, grid, monkeypatch, capsys):

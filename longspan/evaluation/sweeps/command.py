@@ -12,11 +12,13 @@ from typing import Any
 
 from longspan.evaluation.runner import write_parquet
 from longspan.evaluation.sweeps.cells import Folder, Run
-from longspan.evaluation.sweeps.engines import run_cells
+from longspan.evaluation.sweeps.engines import check_engine, run_cells
 from longspan.evaluation.sweeps.grid import Grid
 from longspan.registry import Refused
 
 Progress = Callable[[int, int, str], None]
+REPORTS = ("rows.parquet", "summary.json", "report.html")
+"""What is made of all rows at the end of a run."""
 
 
 @dataclass(frozen=True)
@@ -73,14 +75,19 @@ def sweep(grid: Grid, out: Path, engine: str = "local", workers: int | None = No
     Failed cells of an earlier run are tried again; finished ones are never. `engine`, `workers` and `address` as for
     `engines.run_cells`. Raises `Refused` for a folder that can't be used or is in use, and for an engine that can't be had.
     """
+    check_engine(engine, workers, address)
+    cells = list(grid.cells())
+    for cell in cells:
+        cell.key  # noqa: B018 - refuses a model that isn't there before anything is written
     folder = Folder.make(out)
     with folder.held():
         folder.begin(grid)
-        cells = list(grid.cells())
         missing = [cell for cell in cells if not folder.has(cell)]
         there = len(cells) - len(missing)
         run = Run(engine, platform.node(), os.getpid(), time.time(), len(missing))
         folder.note(run)
+        for name in REPORTS:  # of an earlier grid
+            (out / name).unlink(missing_ok=True)
         if progress is not None:
             progress(there, len(cells), "")
         for cell, result in run_cells(missing, engine, workers, address):

@@ -49,15 +49,20 @@ def run_cells(cells: Sequence[Cell], engine: str = "local", workers: int | None 
     Raises:
         Refused: no such engine, fewer than one worker, an address without Ray, or a cluster that can't be had.
     """
+    check_engine(engine, workers, address)
+    if not cells:
+        return iter(())
+    return on_ray(bundles(cells), workers, address) if engine == "ray" else local(bundles(cells), workers or 1)
+
+
+def check_engine(engine: str, workers: int | None, address: str | None) -> None:
+    """Raises `Refused` for what no engine can be asked for."""
     if engine not in ENGINES:
         raise Refused(f"--engine: {nearest(engine, ENGINES, 'engine')}")
     if workers is not None and workers < 1:
         raise Refused(f"--workers {workers}: expected at least 1.")
     if engine != "ray" and address is not None:
         raise Refused(f"--address {address}: only a Ray cluster has one; expected --engine ray with it.")
-    if not cells:
-        return iter(())
-    return on_ray(bundles(cells), workers, address) if engine == "ray" else local(bundles(cells), workers or 1)
 
 
 # --------------------------------------------------------------------------------------------------------------- local
@@ -151,7 +156,8 @@ def attempt(cells: Bundle) -> list[Result]:
         if len(cells) > 1:
             return [result for cell in cells for result in attempt((cell,))]
         last = traceback.extract_tb(error.__traceback__)[-1]
-        return [{"failed": f"{type(error).__name__}: {error} ({os.path.basename(last.filename)}, line {last.lineno})"}]
+        said = " ".join(str(error).split())
+        return [{"failed": f"{type(error).__name__}: {said} ({os.path.basename(last.filename)}, line {last.lineno})"}]
 
 
 ENGINES = ("local", "ray")

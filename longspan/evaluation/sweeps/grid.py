@@ -22,7 +22,7 @@ import hashlib
 import importlib
 import itertools
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -35,9 +35,11 @@ from longspan.recipe import Recipe
 from longspan.registry import Refused, nearest
 
 AXES = ("models", "recipes", "tasks", "lengths", "seeds")
+EXAMPLE = {"recipes": "full", "tasks": "niah", "lengths": "1024", "seeds": "0", "load": "my_score.py"}
 ROOMS = ("kernels", "layers", "models", "prefill", "cache", "decoding", "weights", "context", "evaluation")
 """Rooms whose code decides rows, with what was trained here and comes with them."""
 LIBRARIES = ("torch", "transformers")
+DTYPES = ("float32", "bfloat16", "float16")
 
 
 @dataclass(frozen=True)
@@ -63,8 +65,6 @@ class Grid:
             values = getattr(self, axis)
             if not values:
                 raise Refused(f"{axis}: []: expected at least one.")
-            if repeated := [v for i, v in enumerate(values) if v in values[:i]]:
-                raise Refused(f"{axis}: {repeated[0]!r} stands there twice; expected each once.")
         for name, low in (("lengths", 1), ("seeds", 0)):
             for value in getattr(self, name):
                 _whole(name, value, low)
@@ -73,12 +73,19 @@ class Grid:
             _whole("max_new_tokens", self.max_new_tokens, 1)
         if self.compress not in (BEFORE, AFTER):
             raise Refused(f"compress: {self.compress!r}: expected {BEFORE} or {AFTER}.")
+        if self.dtype is not None and self.dtype not in DTYPES:
+            raise Refused(f"dtype: {self.dtype!r}: expected {', '.join(DTYPES[:-1])} or {DTYPES[-1]}.")
+        if not isinstance(self.read_once, bool):
+            raise Refused(f"read_once: {self.read_once!r}: expected true or false, without quotes.")
         for file in self.load:
+            if not Path(file).is_file():
+                raise Refused(f"load: {file!r}: no such file; expected a Python file that registers a method.")
             registry.load_file(file)
-        for text in self.recipes:
-            Recipe.parse(text)
-        for text in self.tasks:
-            parse_task(text)
+        _once("recipes", self.recipes, [_named("recipes", text, lambda t: str(Recipe.parse(t))) for text in self.recipes])
+        _once("tasks", self.tasks, [_named("tasks", text, lambda t: str(parse_task(t))) for text in self.tasks])
+        _once("models", self.models, [None if m is None else str(Path(m).expanduser()) for m in self.models])
+        _once("lengths", self.lengths, self.lengths)
+        _once("seeds", self.seeds, self.seeds)
 
     def cells(self) -> Iterator[Cell]:
         """Every cell; recipes change fastest, so that those that read the same examples are run next to each other."""
@@ -88,9 +95,27 @@ class Grid:
                        self.read_once, self.load)
 
 
+def _once(axis: str, values: Sequence[Any], meant: Sequence[Any]) -> None:
+    """Refuse what stands there twice, in whatever spelling."""
+    for i, value in enumerate(meant):
+        if value in meant[:i]:
+            same = values[meant.index(value)]
+            as_well = "" if same == values[i] else f", as {same!r}"
+            raise Refused(f"{axis}: {values[i]!r} stands there twice{as_well}; expected each once.")
+
+
+def _named(axis: str, text: str, parse: Callable[[str], str]) -> str:
+    try:
+        return parse(text)
+    except Refused as error:
+        unquoted = " (text with brackets or commas goes in quotes)" if text.count("(") != text.count(")") else ""
+        raise Refused(f"{axis}: {text!r}{unquoted}: {error}") from error
+
+
 def _whole(name: str, value: Any, low: int) -> None:
     if isinstance(value, bool) or not isinstance(value, int) or value < low:
-        raise Refused(f"{name}: {value!r}: expected a whole number of at least {low}.")
+        quotes = ", without quotes" if isinstance(value, str) else ""
+        raise Refused(f"{name}: {value!r}: expected a whole number of at least {low}{quotes}.")
 
 
 @dataclass(frozen=True)
@@ -163,12 +188,17 @@ def read_grid(path: Path) -> Grid:
             raise Refused(f"{str(path)!r}: {nearest(str(name), names, 'entry')}")
     for name in ("recipes", "tasks"):
         if name not in data:
-            such = "full" if name == "recipes" else "niah"
-            raise Refused(f"{str(path)!r} has no {name}; expected a list, such as {name}: [{such}].")
+            raise Refused(f"{str(path)!r} has no {name}; expected a list, such as {name}: [{EXAMPLE[name]}].")
     given = {name: data[name] for name in (*AXES, "load") if name in data}
+    for name, value in given.items():
+        if value is None and name != "models":
+            raise Refused(f"{str(path)!r}: {name} is empty; expected a list, such as {name}: [{EXAMPLE.get(name, '...')}].")
     lists = {name: tuple(value if isinstance(value, list) else [value]) for name, value in given.items()}
     for name in ("recipes", "tasks", "models", "load"):
         for value in lists.get(name, ()):
             if not isinstance(value, str) and not (name == "models" and value is None):
                 raise Refused(f"{str(path)!r}: {name}: {value!r}: expected text, in quotes if it holds brackets.")
-    return Grid(**(data | lists))
+    try:
+        return Grid(**(data | lists))
+    except Refused as error:
+        raise Refused(f"{str(path)!r}: {error}") from error
