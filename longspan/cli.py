@@ -13,12 +13,14 @@ import typer
 
 from longspan.commands.ask import ask
 from longspan.commands.compare import compare
+from longspan.commands.dependence import dependence
 from longspan.commands.harness import harness
 from longspan.commands.methods import methods
 from longspan.commands.plan import plan
 from longspan.commands.profile import profile
 from longspan.commands.reproduce import reproduce
 from longspan.commands.sweep import sweep
+from longspan.commands.tables import tables
 from longspan.commands.tasks import tasks
 from longspan.commands.train import train
 from longspan.registry import Refused
@@ -33,7 +35,7 @@ A *recipe* composes methods: `snapkv(budget=0.2)` keeps a fifth of the key-value
 See `longspan methods` for all parts and their knobs.""",
 )
 
-for verb in (compare, ask, methods, tasks, reproduce, sweep, plan, profile, train, harness):
+for verb in (compare, ask, methods, tasks, reproduce, sweep, plan, profile, tables, dependence, train, harness):
     app.command()(verb)
 
 

@@ -18,7 +18,7 @@ def train(
     stack: Annotated[str | None, typer.Option(help="How layers are stacked; plain if left out.")] = None,
     retrofit: Annotated[str | None, typer.Option(help="Change a pretrained model (--model) instead, such as l2a.")] = None,
     objective: Annotated[str | None, typer.Option(help="What is minimised; next-token, or what the retrofit asks for.")] = None,
-    task: Annotated[str | None, typer.Option(help="A synthetic task (copy, recall, l-cube) instead of text.")] = None,
+    task: Annotated[str | None, typer.Option(help="Instead of text a synthetic task: copy, recall, table-lookup, l-cube")] = None,
     text: Annotated[str | None, typer.Option(help="topics, stdlib or a path.")] = None,
     dim: Annotated[int | None, typer.Option(help="Width of the residual stream; 64 if left out.")] = None,
     layers: Annotated[int | None, typer.Option(help="Layers; 2 if left out.")] = None,

@@ -22,7 +22,7 @@ SCALES = ("smoke", "small", "paper")
 VERDICTS = ("reproduced", "mechanism-only", "failed")
 FOLDER = Path(__file__).parent
 NOT_EXPERIMENTS = ("__init__", "base", "block_replay", "byte_lm", "hidden", "pooling", "l2a_identities", "noted", "ordering",
-                   "slots", "spread_recall", "timing")
+                   "slots", "spread_recall", "table_profile", "table_questions", "timing")
 
 
 @dataclass

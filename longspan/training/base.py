@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
 from typing import Any
 
+import numpy as np
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
@@ -68,6 +69,13 @@ class Batch:
 
 Batches = Callable[[int], Batch]
 """The batch with a given number; the same number always gives the same batch."""
+
+SPLITS = ("train", "held-out")
+
+
+def dice(seed: int, split: str, index: int) -> np.random.Generator:
+    """The random numbers of one batch: a function of these three alone."""
+    return np.random.default_rng([seed, SPLITS.index(split), index])
 
 
 @dataclass(frozen=True, eq=False)

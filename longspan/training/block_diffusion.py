@@ -29,9 +29,9 @@ from torch import Tensor, nn
 
 from longspan.models.block_diffusion import BlockDiffusion, BlockDiffusionConfig
 from longspan.registry import Refused, knob, method
-from longspan.training.base import Batch, Objective, Outcome
+from longspan.training.base import Batch, Objective, Outcome, dice
 from longspan.training.config import TrainConfig
-from longspan.training.data import Bytes, TextBatches, dice, read_text
+from longspan.training.data import Bytes, TextBatches, read_text
 from longspan.training.loop import Progress, evaluate, train
 
 KEY, VALUE = 4, 4

@@ -18,15 +18,10 @@ from jaxtyping import Int
 from torch import Tensor
 
 from longspan.registry import Refused, nearest
-from longspan.training.base import IGNORE, Batch
+from longspan.training.base import IGNORE, SPLITS, Batch, dice
+from longspan.training.table_lookup import TableLookup
 
-SPLITS = ("train", "held-out")
 TEXT_SUFFIXES = (".txt", ".md", ".rst", ".py")
-
-
-def dice(seed: int, split: str, index: int) -> np.random.Generator:
-    """The random numbers of one batch: a function of these three alone."""
-    return np.random.default_rng([seed, SPLITS.index(split), index])
 
 
 # ---------------------------------------------------------------------------------------------------------------- text
@@ -222,5 +217,5 @@ class Recall:
         return Batch(ids, labels, index=index)
 
 
-SYNTHETIC: dict[str, Any] = {"copy": Copy, "recall": Recall}
+SYNTHETIC: dict[str, Any] = {"copy": Copy, "recall": Recall, "table-lookup": TableLookup}
 """Tasks by name; each has ``fit(context, batch, seed, split)``."""
