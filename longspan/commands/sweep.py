@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 import time
 from pathlib import Path
 from typing import Annotated, Any
@@ -10,7 +11,7 @@ from typing import Annotated, Any
 import typer
 
 from longspan.registry import Refused
-from longspan.terminal import Json, progress_bar, quiet_libraries, show
+from longspan.terminal import Json, progress_bar, quiet_libraries, quoted, show
 
 
 def sweep(
@@ -89,4 +90,5 @@ def write_sweep_pages(folder: Path) -> None:
     rows, cells = cells_of(folder)
     summaries = {model: summarise(own) for model, own in by_model(rows).items()}
     (folder / "summary.json").write_text(json.dumps(summaries, indent=1, default=str) + "\n", encoding="utf-8")
-    write_sweep(folder / "report.html", rows, cells, {"command": "longspan sweep"})
+    command = " ".join(["longspan", *map(quoted, sys.argv[1:])])
+    write_sweep(folder / "report.html", rows, cells, {"command": command})

@@ -157,7 +157,7 @@ def provenance(rows: list[Row], meta: dict[str, Any] | None) -> list[tuple[str, 
     pairs = {
         "Model": seen("model"), "Number type": seen("dtype"), "Tasks": seen("task"), "Lengths asked": seen("length"),
         "Examples": f"{count:,} examples, {len(rows):,} runs", "Seeds": seen("seed"), "Compressed": seen("compress"),
-        "Text (hash)": ", ".join(texts),
+        "Text (hash)": ", ".join(texts), "Answers cut short": cut_short(rows),
     }  # fmt: skip
     given = dict(meta or {})
     given.pop("title", None)
@@ -165,6 +165,17 @@ def provenance(rows: list[Row], meta: dict[str, Any] | None) -> list[tuple[str, 
     pairs |= {str(k).replace("_", " ").capitalize(): _text(v) for k, v in given.items()}
     pairs["Versions"] = ", ".join(f"{name} {version}" for name, version in versions.items())
     return [(name, text) for name, text in pairs.items() if text]
+
+
+def cut_short(rows: list[Row]) -> str:
+    """How many answers were ended by the cap before they could be as long as the right one; their scores say little."""
+    capped = [row for row in rows if None not in (row.get("new_tokens"), row.get("max_new_tokens"), row.get("answer_tokens"))
+              and row["new_tokens"] >= row["max_new_tokens"] < row["answer_tokens"]]
+    if not capped:
+        return ""
+    caps = sorted({row["max_new_tokens"] for row in capped})
+    return (f"{len(capped):,} of {len(rows):,}: at most {' or '.join(map(str, caps))} tokens were written, and the right answer "
+            "has more. Raise max_new_tokens, or read the answer NLL.")
 
 
 def installed() -> dict[str, str]:

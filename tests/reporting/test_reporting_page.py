@@ -213,3 +213,9 @@ def test_long_predictions_are_cut_and_say_so() -> None:
     row = {"recipe": "x", "task": "t", "prediction": "a" * 1000, "answers": '["b", 7]', "score": 1.0}
     (found,) = findings.examples([row], ["x"])
     assert found["runs"][0][1].endswith("… (400 more characters)") and found["answers"] == ["b", "7"]
+
+
+def test_answers_that_were_cut_short_are_told() -> None:
+    row = {"new_tokens": 6, "max_new_tokens": 6, "answer_tokens": 8}
+    said = findings.cut_short([row, row | {"answer_tokens": 6}, row | {"new_tokens": 3}, {}])
+    assert said.startswith("1 of 4: at most 6 tokens were written") and findings.cut_short([row | {"answer_tokens": 5}]) == ""
