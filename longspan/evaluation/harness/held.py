@@ -20,10 +20,11 @@ class Held:
     kept: float
 
     @classmethod
-    def of(cls, achieved: Achieved, rows: int = 1) -> Held:
-        """The share of each of the `rows` of a batch."""
-        return cls(achieved.cache_bytes / rows, achieved.full_bytes / rows, achieved.seen,
-                   achieved.seen * achieved.kept_fraction)
+    def of(cls, achieved: Achieved, rows: int = 1, tokens: float | None = None) -> Held:
+        """The share of each of the `rows` of a batch. Bytes are the batch's, padding and its mask among them; `tokens` are
+        those read of a row without its padding (mean over rows), all if left out."""
+        read = achieved.seen if tokens is None else tokens
+        return cls(achieved.cache_bytes / rows, achieved.full_bytes / rows, read, read * achieved.kept_fraction)
 
 
 def at_prompt(achieved: Achieved, prompt: int) -> Achieved:
@@ -44,8 +45,8 @@ class Ledger:
     truncated: dict[str, int] = field(default_factory=lambda: defaultdict(int))
     """Requests whose prompt lost its left end."""
 
-    def add(self, achieved: Achieved, rows: int = 1, requests: int | None = None) -> None:
-        self.rows[self.task] += [Held.of(achieved, rows)] * (rows if requests is None else requests)
+    def add(self, achieved: Achieved, rows: int = 1, tokens: float | None = None) -> None:
+        self.rows[self.task] += [Held.of(achieved, rows, tokens)] * rows
 
     def cut(self, requests: int) -> None:
         self.truncated[self.task] += requests

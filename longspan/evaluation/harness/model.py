@@ -142,5 +142,7 @@ class LongspanLM(HFLM):
     def _model_generate(self, context: Tensor, max_length: int, stop: list[str], **options: Any) -> Tensor:
         with self.recipe.on(self.loaded.model) as run:
             written = super()._model_generate(context, max_length, stop, **options)
-            self.ledger.add(at_prompt(run.achieved, context.shape[1]), rows=len(context))
+            mask = options.get("attention_mask")
+            tokens = None if mask is None else float(mask.sum(-1).float().mean())
+            self.ledger.add(at_prompt(run.achieved, context.shape[1]), rows=len(context), tokens=tokens)
         return written

@@ -11,7 +11,7 @@ from typing import Any
 
 from longspan.evaluation import parse_task
 from longspan.evaluation.base import Example, answer_text
-from longspan.registry import Refused
+from longspan.evaluation.harness.metadata import check_value
 
 LENGTH, EXAMPLES, SEED = 2048, 50, 0
 
@@ -20,11 +20,10 @@ def rows(task: str, tokenizer: Any, length: int = LENGTH, examples: int = EXAMPL
     """One row for each example; what differs in shape from task to task is JSON text.
 
     Raises:
-        Refused: a length below the task's floor, or a number that isn't positive.
+        Refused: a length below the task's floor, or a number of the wrong kind.
     """
-    for name, value in (("length", length), ("examples", examples)):
-        if not isinstance(value, int) or value < 1:
-            raise Refused(f"{name}={value!r}: expected a whole number of at least 1, such as {LENGTH} for length.")
+    for name, value in (("length", length), ("examples", examples), ("seed", seed)):
+        check_value(name, value)
     found = parse_task(task).examples(length, examples, seed, tokenizer)
     return [{"task": task, "prompt": example.context + example.question, "answer_prefix": example.answer_prefix,
              "answer": answer_text(example), "question": example.question, "answers": json.dumps(example.answers),
