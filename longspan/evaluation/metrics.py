@@ -160,13 +160,19 @@ def correct_prefix(prediction: str, values: Sequence[int]) -> float:
 def babilong(prediction: str, target: str, question: str, labels: Iterable[str]) -> float:
     """BABILong's rule: the labels in the first sentence, less those in the question, are exactly the target.
 
-    A target with commas (qa8) names a set of labels.
+    A target with commas (qa8) names a set of labels. Labels are looked for as whole words. The published scorer looks for
+    them anywhere in the text, so that it finds "one" in "none", which then is never right, and "no" in "know" and "noon".
     """
     sentence = re.split(r"\.|<context>|<example>", prediction.lower(), maxsplit=1)[0]
     known = {label.lower() for label in labels}
-    found = {label for label in known if label in sentence} - {label for label in known if label in question.lower()}
+    found = _words_among(known, sentence) - _words_among(known, question.lower())
     several = "," in target and len(target) > 3  # two-letter path labels such as "e,n" are single labels
     return float(found == ({part.strip() for part in target.lower().split(",")} if several else {target.lower()}))
+
+
+def _words_among(labels: set[str], text: str) -> set[str]:
+    """The labels that occur in a text with no letter or digit right before or after."""
+    return {label for label in labels if re.search(rf"(?<!\w){re.escape(label)}(?!\w)", text)}
 
 
 # ------------------------------------------------------------------------------------------------------------ LongBench

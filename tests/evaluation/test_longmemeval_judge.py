@@ -36,6 +36,27 @@ def test_other_temporal_answers_are_contained():
     assert judge("temporal-reasoning", "You sold the car first.", ["sold the car"]) == 1.0
 
 
+@pytest.mark.parametrize("said,right", [
+    ("3", 1), ("Three.", 1), ("You bought three, the last one a fern.", 1), ("1 or 2 or 3 or 4", 0),
+    ("one, two, three or four", 0), ("3-4", 0), ("not 3", 0), ("You did not buy 3.", 0),
+    ("It isn’t three", 0), ("13", 0), ("twenty-three", 0), ("3.5", 0),
+    ("3,000", 0), ("a few", 0), ("", 0)])
+def test_a_count_is_the_only_number_named(said, right):
+    assert judge("multi-session", said, ["3", "three"]) == right
+    assert judge("knowledge-update", "It was 3, now it is 4.", ["4"]) == 1.0  # elsewhere other numbers may be named
+
+
+def test_several_sessions_may_ask_for_other_things_than_counts():
+    assert judge("multi-session", "In 2 shops, for $185 in all.", ["$185"]) == 1.0
+    assert judge("multi-session", "From 2019 to 2021, in Lisbon.", ["Lisbon"]) == 1.0
+    assert judge("multi-session", "1,200 kilometres", ["1200"]) == 1.0
+
+
+@pytest.mark.parametrize("said", ["It is unknown.", "Unknown", "I am not sure.", "I'm unsure about that.", "I have no idea."])
+def test_not_being_sure_is_abstaining(said):
+    assert judge("single-session-user", said, ["anything"], abstain=True) == 1.0
+
+
 def test_abstention_wants_a_sentence_that_says_so():
     assert judge("single-session-user", "You never mentioned a cat.", ["anything"], abstain=True) == 1.0
     assert judge("single-session-user", "I don’t know.", ["anything"], abstain=True) == 1.0

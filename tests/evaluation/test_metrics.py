@@ -75,6 +75,17 @@ def test_babilong_label_rule():
     assert metrics.babilong("n,e", "n,e", "How do you go?", ["n,e", "e,n", "s,s"]) == 1.0
 
 
+def test_babilong_labels_are_whole_words():
+    counts, question = ["none", "one", "two", "three"], "How many objects is Mary carrying?"
+    assert metrics.babilong("none", "none", question, counts) == 1.0
+    assert metrics.babilong("None.", "one", question, counts) == 0.0
+    assert metrics.babilong("one or none", "none", question, counts) == 0.0
+    for said in ("I don't know", "noon", "nobody"):
+        assert metrics.babilong(said, "no", "Is Mary in the office?", ["yes", "no"]) == 0.0
+    assert metrics.babilong(" No, she isn't", "no", "Is Mary in the office?", ["yes", "no"]) == 1.0
+    assert metrics.babilong("one", "one", "Is anyone carrying something?", counts) == 1.0  # "one" isn't in the question either
+
+
 def test_rouge():
     assert metrics.rouge_1("the cat sat", "the cat sat") == 1.0
     assert metrics.rouge_1("", "the cat sat") == 0.0

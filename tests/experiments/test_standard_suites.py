@@ -53,6 +53,16 @@ def test_summaries_over_lengths():
     assert (found["base score"], found["effective length"]) == (0.8, 2000)
 
 
+def test_one_example_reproduces_nothing(loaded, monkeypatch):
+    """Whatever the checks say, the smoke scale shows the machinery only; the larger ones go by the checks."""
+    monkeypatch.setattr(suites, "load", lambda: loaded)
+    monkeypatch.setattr(suites, "by_checks", lambda checks: ("reproduced", ""))
+    smoke = suites.measure("smoke", lambda what: None)
+    assert smoke.verdict == "mechanism-only" and "one short example" in smoke.reason
+    monkeypatch.setitem(suites.SIZES, "small", suites.SIZES["smoke"])
+    assert suites.measure("small", lambda what: None).verdict == "reproduced"
+
+
 def test_word_perplexity_of_a_uniform_model(loaded, monkeypatch):
     monkeypatch.setattr(loaded.model.lm_head, "weight", torch.nn.Parameter(torch.zeros_like(loaded.model.lm_head.weight)))
     found = suites.word_perplexities(loaded, 60, 32)

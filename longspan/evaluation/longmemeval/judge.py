@@ -2,8 +2,8 @@
 
 LongMemEval asks a chat model, with one instruction a type. What those instructions allow is checked by rules here: the answer is
 contained; a number of days may be off by one in temporal reasoning; in knowledge update the updated value suffices, whatever
-else is said; a question that the history doesn't answer wants a sentence that says so. `judge_prompt` words the same for a
-model, `judged_by` asks any function from text to text.
+else is said; a count over several sessions has to be the only number named; a question that the history doesn't answer wants a
+sentence that says so. `judge_prompt` words the same for a model, `judged_by` asks any function from text to text.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from statistics import fmean
 from longspan.evaluation.metrics import contains
 
 TEMPORAL, UPDATE, PREFERENCE = "temporal-reasoning", "knowledge-update", "single-session-preference"
+SEVERAL = "multi-session"
 
 UNKNOWN = (
     "don't know", "do not know", "not know", "no information", "not enough information", "isn't enough information",
@@ -25,7 +26,7 @@ UNKNOWN = (
     "doesn't tell", "does not tell", "didn't tell", "did not tell", "never told", "haven't told", "have not told", "no record",
     "not recorded", "can't answer", "cannot answer", "can't be answered", "cannot be answered", "can't tell", "cannot tell",
     "can't determine", "cannot determine", "cannot be determined", "unable to answer", "not provided", "not specified",
-    "not available", "not discussed", "unanswerable",
+    "not available", "not discussed", "unanswerable", "unknown", "not sure", "unsure", "not certain", "uncertain", "no idea",
 )
 """Phrases of which one shows that an answer abstains."""
 
@@ -47,6 +48,8 @@ def judge(kind: str, prediction: str, answers: Sequence[str], abstain: bool = Fa
         return float(abstains(prediction))
     if kind == TEMPORAL:
         return float(any(_right_in_time(prediction, answer) for answer in answers))
+    if kind == SEVERAL and (counts := {count for answer in answers if (count := _count(answer)) is not None}):
+        return float(_only_count(prediction, counts))
     return max((contains(prediction, answer) for answer in answers), default=0.0)
 
 
@@ -64,6 +67,26 @@ def _right_in_time(prediction: str, answer: str) -> bool:
     if (wanted := first_date(answer)) and (told := first_date(prediction, wanted.year)):
         return abs((told - wanted).days) <= 1
     return contains(prediction, answer) == 1.0
+
+
+def _in_digits(text: str) -> str:
+    """The text with number words up to twelve written in digits, and lower case."""
+    words = rf"(?<![\w-])({'|'.join(NUMBER_WORDS)})(?![\w-])"
+    return re.sub(words, lambda m: str(NUMBER_WORDS.index(m[0])), text.lower())
+
+
+def _count(answer: str) -> str | None:
+    """The digits of an answer that is a whole number and nothing else."""
+    plain = _in_digits(answer.strip())
+    return plain if plain.isdecimal() else None
+
+
+def _only_count(prediction: str, counts: set[str]) -> bool:
+    """Whether one of `counts` is the only number named, and isn't denied; "the last one" and the like name none."""
+    told = re.sub(r"\b(the|last|first|this|that|each|every|another|other|no|any|which) one\b", r"\1", prediction.lower())
+    plain = _in_digits(told.replace("’", "'"))
+    named = {number.replace(",", "") for number in re.findall(r"\d+(?:[.,]\d+)*", plain)}
+    return len(named) == 1 and named <= counts and not re.search(r"(\bnot|n't) (\w+ )?\d", plain)
 
 
 def first_quantity(text: str, unit: str) -> int | None:

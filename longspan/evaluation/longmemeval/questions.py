@@ -11,6 +11,7 @@ import random
 from collections.abc import Callable
 from datetime import datetime, timedelta
 
+from longspan.evaluation.longmemeval.chatter import GREETINGS, PLACES
 from longspan.evaluation.longmemeval.history import Asked, Session, Turn, written
 from longspan.evaluation.longmemeval.judge import MONTHS, NUMBER_WORDS
 
@@ -38,7 +39,6 @@ ADVICE = (
     ("a novel set in {place}", "novel", ("The Lantern Ferry", "Nine Winters", "A House of Rain", "The Salt Road")),
     ("a museum to visit in {place}", "museum", ("the Clock Museum", "the Museum of Maps", "the Glass House", "the Tram Depot")),
 )
-PLACES = ("Lisbon", "Riga", "Hobart", "Quito", "Dakar", "Oslo")
 
 TASTES = (
     ("Coffee keeps me awake, so in the evening I only drink {value}.", "What should I drink while I work tonight?",
@@ -69,7 +69,6 @@ BOUGHT = {
 EVENTS = ("repaired the roof", "ran the charity race", "adopted the dog", "sold the old car", "planted the hedge",
           "passed the sailing exam", "moved the piano", "met the new director")
 
-GREETINGS = ("That is good to hear.", "Thank you for telling me.", "Noted, that sounds nice.", "I am glad to hear that.")
 UNKNOWN_ANSWER = "I don't know, this was not mentioned."
 
 
@@ -79,13 +78,20 @@ def ask(kind: str, rng: random.Random) -> Asked:
 
 
 def _days(rng: random.Random, count: int, apart: int = 3) -> list[datetime]:
-    """Different days, in order, at least `apart` apart."""
-    slots = sorted(rng.sample(range(DAYS // apart), count))
-    return [START + timedelta(days=apart * slot, hours=rng.randrange(10), minutes=rng.randrange(60)) for slot in slots]
+    """Times on different days, in order, at least `apart` days apart; one alone may be at any time that `moment` gives."""
+    slack = (count - 1) * (apart - 1)
+    days = sorted(rng.sample(range(DAYS - slack), count))
+    return [moment(rng, day + i * (apart - 1)) for i, day in enumerate(days)]
+
+
+def moment(rng: random.Random, day: int | None = None) -> datetime:
+    """When a session begins: a time between nine and seven, on a day of the half-year unless it is given."""
+    day = rng.randrange(DAYS) if day is None else day
+    return START + timedelta(days=day, hours=rng.randrange(10), minutes=rng.randrange(60))
 
 
 def _session(number: int, when: datetime, said: str, reply: str, told_by: str = "user") -> Session:
-    """A session of one exchange, in which the turn of `told_by` is evidence."""
+    """A session of one exchange, in which the turn of `told_by` is evidence; a task puts others around it."""
     return Session(f"evidence_{number}", written(when), (
         Turn("user", said, told_by == "user"), Turn("assistant", reply, told_by == "assistant")))
 

@@ -40,7 +40,7 @@ LABELS: dict[str, tuple[str, ...]] = {
     **{name: ("yes", "no") for name in ("qa6", "qa9")},
     "qa5": (*GIVERS, *THINGS), "qa7": COUNTS, "qa8": (*THINGS, "nothing"),
 }
-"""The answers of each task; published scoring looks for these words only."""
+"""The answers of each task; scoring looks for these words only."""
 
 LENGTHS = {"qa1": (2, 10), "qa2": (6, 24), "qa3": (12, 40), "qa4": (2, 2), "qa5": (6, 22)}
 """How many sentences a story has, least and most; `OTHERS` for all other tasks."""
@@ -218,7 +218,10 @@ def long_sentences(text: Text) -> Text:
 @method("babilong", kind="task", system="standard-suites", paper="arXiv:2406.10149",
         summary="Put together a small story whose sentences are scattered through a long text.")
 class BABILong(Task):
-    """BABILong over twelve simulated bAbI tasks, with published scoring: the one right label in the first sentence."""
+    """BABILong over twelve simulated bAbI tasks: the one right label in the first sentence.
+
+    Scoring is as published, but that labels are whole words: "none" doesn't name "one", nor "know" "no".
+    """
 
     name: str = knob("qa1", "which bAbI task", choices=tuple(LABELS))
     haystack: str = knob("pydoc", "text around the story: pydoc, docstrings, jargon, bible, debian-handbook")

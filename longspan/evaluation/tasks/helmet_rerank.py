@@ -1,6 +1,8 @@
 """HELMET's re-ranking (arXiv:2410.02694): put documents into the order of their relevance to a query.
 
-The answer is a ranking of ids, ``id > id > …``; the longest such run is read, and scored by NDCG@10. Without a file the documents
+The answer is a ranking of ids, ``id > id > …``; the longest such run is read, and scored by NDCG@10. The right answer ends with
+the last relevant document, for what comes after gains nothing; equally relevant ones stand in the order of the prompt, though
+any order of them scores the same. Without a file the documents
 are notes of ours: a query names what was done, to what, and where, and a note is as relevant as it agrees with the query in one,
 two or all three of these. With a file (``file=``) they are those of MS MARCO as HELMET publishes them.
 """
@@ -14,7 +16,7 @@ from typing import Any
 
 from longspan.evaluation.base import Draft, Example, Key, Task
 from longspan.evaluation.json_lines import rows
-from longspan.evaluation.retrieval_metrics import ranking_ndcg
+from longspan.evaluation.retrieval_metrics import ndcg, ranking_ndcg
 from longspan.evaluation.tasks.file_context import row_of
 from longspan.evaluation.tasks.haystack import Essay
 from longspan.evaluation.texts import Text, load_file, load_text
@@ -25,6 +27,8 @@ OBJECTS = ("iron bridges", "fishing boats", "church bells", "greenhouses", "tram
 PLACES = ("Norway", "Chile", "Kenya", "Japan", "Ireland", "Portugal", "Canada", "Vietnam")
 GAINS = (3, 2, 2, 1, 1, 1)
 """Relevance of the first documents drawn; all others have none."""
+BEST = 10
+"""How many ranks count."""
 HEADER = ("Below are documents, each with its ID. Rank them by their relevance to the query that comes after them, the most "
           "relevant one first. Write IDs only, in this form: ID3 > ID1 > ID2\n\n")
 
@@ -85,7 +89,10 @@ class Rerank(Task):
         return "{} {} in {}".format(*query), documents
 
     def metric(self, prediction: str, example: Example) -> float:
-        return ranking_ndcg(prediction, example.meta["gains"])
+        gains, only = example.meta["gains"], prediction.strip().rstrip(".")
+        if only in gains:  # a single id is a ranking too, though without the > that one is recognised by
+            return ndcg([gains[only]], BEST, ideal=list(gains.values()))
+        return ranking_ndcg(prediction, gains, BEST)
 
 
 def _agreeing(rng: random.Random, query: tuple[str, ...], count: int) -> list[str]:
@@ -101,7 +108,7 @@ def _example(key: Key, query: str, documents: list[tuple[str, str, float]]) -> E
     pieces = [f"ID: {name}\nDocument: {text}" for name, text, _ in order]
     starts = [len(HEADER) + sum(len(piece) + 2 for piece in pieces[:i]) for i in range(len(pieces))]
     spans = [[start, start + len(piece)] for start, piece in zip(starts, pieces)]
-    best = sorted(order, key=lambda document: -document[2])[:10]
+    best = sorted((document for document in order if document[2] > 0), key=lambda document: -document[2])[:BEST]
     return Example(
         context=HEADER + "\n\n".join(pieces), question=f"\n\nQuery: {query}", answer_prefix="Ranking:",
         answers=tuple(name for name, _, _ in best), max_new_tokens=200, meta={
@@ -112,10 +119,16 @@ def _example(key: Key, query: str, documents: list[tuple[str, str, float]]) -> E
 
 @functools.lru_cache(maxsize=2)
 def read_rankings(text: Text) -> list[Ranked]:
-    """HELMET's rows: `query`, and `ctxs` with `id`, `text` and `label`."""
+    """HELMET's rows: `query`, and `ctxs` with `id`, `text` and `label`.
+
+    Raises:
+        Refused: another form, or a row in which no document is relevant.
+    """
 
     def read(row: dict[str, Any]) -> Ranked:
         documents = [(str(one["id"]), one["text"], float(one["label"])) for one in row["ctxs"]]
+        if not any(gain > 0 for _, _, gain in documents):
+            raise ValueError("no document of gain 1 or more, so that no ranking is right")
         return Ranked(row["query"], tuple(sorted(documents, key=lambda document: document[2] <= 0)))
 
     return rows(text, "HELMET's re-ranking", read)

@@ -4,20 +4,22 @@ A history of dated sessions stands before a question about one or several of the
 said, what the assistant said, what the user likes, something scattered over sessions, something about time, something that
 changed; and now and then a thing that never came up, where the right answer is to say so.
 
-Without a file the sessions are ours; filler sessions talk about sentences of a text. With a file (``file=``, such as
+Without a file the sessions are ours. Each has one exchange of everyday talk, which is evidence in some and of no use in the
+others, among one or two about sentences of a text; all begin at times drawn alike. With a file (``file=``, such as
 longmemeval_s.json) each question has its own history, of which as many sessions stay as fit the length, those with the evidence
 always. Answers are judged by rules, so scores are named ``-open``.
 """
 
 from __future__ import annotations
 
-from datetime import timedelta
+import random
 from typing import Any
 
 from longspan.evaluation import longmemeval
 from longspan.evaluation.base import Draft, Example, Key, Task
-from longspan.evaluation.longmemeval.history import written
-from longspan.evaluation.longmemeval.questions import DAYS, START
+from longspan.evaluation.longmemeval.chatter import chat
+from longspan.evaluation.longmemeval.history import Session, Turn, written
+from longspan.evaluation.longmemeval.questions import moment
 from longspan.evaluation.tasks.file_context import row_of
 from longspan.evaluation.tasks.haystack import Essay
 from longspan.evaluation.texts import Text, load_file, load_text
@@ -27,14 +29,19 @@ HEADER = "Below are earlier sessions of a chat between a user and an assistant, 
 FILLER = ("Can you put this in other words?", "Please note this down for me.", "What do you make of this?",
           "I came across this today.", "Is this correct?")
 REPLIES = ("Here is what I would add:", "In short:", "It goes together with this:", "Put differently:", "As far as I know:")
-EXCHANGES = 3
-"""Exchanges of a filler session."""
+EXCHANGES = (1, 2)
+"""How many exchanges about the text a session can have beside the everyday one."""
 
 
 @method("longmemeval", kind="task", system="standard-suites", paper="arXiv:2410.10813",
         summary="Answer questions about dated chat sessions: six types, and knowing what was never said.")
 class LongMemEval(Task):
-    """LongMemEval with sessions of our own, or over your copy of its files; judged without a model."""
+    """LongMemEval with sessions of our own, or over your copy of its files; judged without a model.
+
+    The answer has to be contained in what is said. In temporal reasoning a number of days, weeks, months or years, and the
+    day of a date, may be off by one. A count over several sessions has to be the only number named. Where the history doesn't
+    tell, saying so is right.
+    """
 
     type: str = knob("all", "which type of question; all in turn if left out", choices=("all", *longmemeval.KINDS))
     haystack: str = knob("pydoc", "text that filler sessions talk about: pydoc, docstrings, jargon, bible, debian-handbook")
@@ -70,10 +77,11 @@ class LongMemEval(Task):
         essay = Essay(self.text, rng.randrange(len(self.text.sentences)), tokenizer)
 
         def build(units: int) -> Example:
-            sessions = sorted([*asked.sessions, *_filler(key, essay.take(2 * units))], key=lambda session: session.date)
-            return self._example(key, asked, sessions)
+            sessions = _sessions(key, asked.sessions, essay.take(2 * units))
+            return self._example(key, asked, sorted(sessions, key=lambda session: session.date))
 
-        return Draft(build, least=1, estimate=lambda units: essay.tokens(2 * units) + 24 * units)
+        least = sum(_exchanges(_rng(key, number)) for number in range(len(asked.sessions)))
+        return Draft(build, least=least, estimate=lambda units: essay.tokens(2 * units) + 50 * units)
 
     # -------------------------------------------------------------------------------------------------- the user's file
 
@@ -109,20 +117,38 @@ class LongMemEval(Task):
         return longmemeval.judge(example.meta["type"], prediction, example.answers, example.meta["abstain"])
 
 
-def _filler(key: Key, sentences: list[str]) -> list[longmemeval.Session]:
-    """Sessions about sentences, two an exchange, evenly over the whole time."""
-    exchanges = [sentences[i:i + 2] for i in range(0, len(sentences), 2)]
-    groups = [exchanges[i:i + EXCHANGES] for i in range(0, len(exchanges), EXCHANGES)]
-    rng = key.rng("filler")
-    sessions = []
-    for number, group in enumerate(groups, 1):
-        turns: list[longmemeval.Turn] = []
-        for said, answered in group:
-            turns += [longmemeval.Turn("user", f"{rng.choice(FILLER)} {said}"),
-                      longmemeval.Turn("assistant", f"{rng.choice(REPLIES)} {answered}")]
-        when = START + timedelta(days=DAYS * number / (len(groups) + 1))
-        sessions.append(longmemeval.Session(f"filler_{number}", written(when), tuple(turns)))
-    return sessions
+def _sessions(key: Key, evidence: tuple[Session, ...], sentences: list[str]) -> list[Session]:
+    """Those with evidence and as many others as there are sentences for, two an exchange; all put together alike.
+
+    Session i is drawn from the key and i alone, so that it is the same in a longer history; only the last may be cut.
+    """
+    found: list[Session] = []
+    while sentences or len(found) < len(evidence):
+        number = len(found)
+        rng = _rng(key, number)
+        count = 2 * _exchanges(rng)
+        when, everyday = written(moment(rng)), chat(rng)
+        session = Session(f"filler_{number + 1}", when, (Turn("user", everyday[0]), Turn("assistant", everyday[1])))
+        found.append(_among(evidence[number] if number < len(evidence) else session, sentences[:count], rng))
+        sentences = sentences[count:]
+    return found
+
+
+def _rng(key: Key, number: int) -> random.Random:
+    return key.rng(f"session/{number}")
+
+
+def _exchanges(rng: random.Random) -> int:
+    """How many exchanges about the text a session has: the first thing drawn for it."""
+    return rng.choice(EXCHANGES)
+
+
+def _among(session: Session, sentences: list[str], rng: random.Random) -> Session:
+    """A session with its exchange put before, between or after exchanges about sentences."""
+    exchanges = [(Turn("user", f"{rng.choice(FILLER)} {said}"), Turn("assistant", f"{rng.choice(REPLIES)} {answered}"))
+                 for said, answered in zip(sentences[::2], sentences[1::2])]
+    exchanges.insert(rng.randrange(len(exchanges) + 1), (session.turns[0], session.turns[1]))
+    return Session(session.id, session.date, tuple(turn for exchange in exchanges for turn in exchange))
 
 
 def _evidence_size(asked: longmemeval.Asked) -> int:

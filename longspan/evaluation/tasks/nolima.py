@@ -26,7 +26,7 @@ NAMES = ("Mara", "Tobias", "Ingrid", "Pablo", "Yasmin", "Cedric", "Noemi", "Ravi
          "Kofi", "Wanda", "Emre", "Celeste", "Hiroshi")
 
 PAIRS = (
-    ("{name} has lived for years beside the Eiffel Tower.", "Which person has been to France?"),
+    ("For years {name} lived beside the Eiffel Tower.", "Which person has been to France?"),
     ("Every morning {name} jogs around the Colosseum.", "Which person has been to Rome?"),
     ("From the window of the flat, {name} can see Big Ben.", "Which person has been to England?"),
     ("The workshop that {name} runs looks out on the Brandenburg Gate.", "Which person has been to Berlin?"),

@@ -115,6 +115,15 @@ def test_naming_two_labels_is_wrong():
     assert BABILong().metric(f"{example.answers[0]}. Not the {other}", example) == 1.0
 
 
+def test_none_scores_where_nothing_is_carried():
+    task, tokenizer = BABILong(name="qa7"), tiny_tokenizer()
+    found = [example for example in task.examples(task.floor(tokenizer) + 100, 12, 0, tokenizer) if example.answers == ("none",)]
+    assert found
+    for example in found:
+        assert task.metric(" none", example) == 1.0
+        assert task.metric(" one", example) == 0.0
+
+
 def test_only_long_sentences_stand_around_a_story():
     short = [sentence for sentence in BABILong().text.sentences if len(sentence.split()) < 10]
     assert short == []

@@ -53,6 +53,10 @@ def test_documents_agree_with_the_query_as_much_as_their_gain_says():
             assert agreeing == example.meta["gains"][name]
         assert sorted(example.meta["gains"].values(), reverse=True)[:len(GAINS)] == list(GAINS)
         assert task.metric(answer_text(example), example) == 1.0
+        ranked = [example.meta["gains"][name] for name in answer_text(example).split(" > ")]
+        assert ranked == list(GAINS)  # the answer ends with the last relevant document
+        order = [name for name in documents if example.meta["gains"][name] == 1]
+        assert list(example.answers[-3:]) == order  # ties stand as in the prompt
         backwards = " > ".join(reversed(answer_text(example).split(" > ")))
         assert 0 < task.metric(backwards, example) < 1
     assert task.score_name == "helmet-rerank-open"
@@ -65,10 +69,27 @@ def test_rankings_of_a_file(write):
     example, = task.examples(600, 3, 0, tokenizer)
     assert total_length(example, tokenizer) <= 600
     assert "d5" in example.meta["gains"] and len(example.meta["gains"]) < 12
+    assert answer_text(example) == "d5"
+    assert task.metric(answer_text(example), example) == task.metric(" d5.\n", example) == 1.0  # one id is a ranking too
+    assert task.metric("d1", example) == task.metric("none", example) == task.metric("", example) == 0.0
     assert task.metric("d5 > d1", example) == 1.0
     assert task.score_name == "helmet-rerank"
     with pytest.raises(Refused, match="no field 'ctxs'"):
         list(Rerank(file=write({"query": "q"})).examples(600, 1, 0, tokenizer))
+
+
+def test_more_relevant_documents_than_ranks_that_count(write):
+    documents = [{"id": f"d{i}", "text": f"text {i}", "label": 1} for i in range(14)]
+    task, tokenizer = Rerank(file=write({"query": "q", "ctxs": documents})), tiny_tokenizer()
+    example, = task.examples(1500, 1, 0, tokenizer)
+    assert len(example.answers) == 10
+    assert task.metric(answer_text(example), example) == 1.0
+
+
+def test_a_file_without_relevant_documents_is_refused(write):
+    with pytest.raises(Refused, match="no document of gain"):
+        list(Rerank(file=write({"query": "q", "ctxs": [{"id": "a", "text": "t", "label": 0}]})).examples(
+            600, 1, 0, tiny_tokenizer()))
 
 
 # ------------------------------------------------------------------------------------------------------------ many-shot

@@ -1,16 +1,20 @@
+import functools
 import json
 import random
+from statistics import fmean
 
 import pytest
 from tiny_tokenizer import tiny_tokenizer
 
-from longspan.evaluation.base import total_length
+from longspan.evaluation.base import Key, total_length
 from longspan.evaluation.ink import bm25
 from longspan.evaluation.longmemeval import ABSTENTION, KINDS, TYPES, ask
+from longspan.evaluation.longmemeval.chatter import WEEKDAYS, chat
 from longspan.evaluation.longmemeval.judge import first_date
+from longspan.evaluation.longmemeval.questions import ADVICE, BOUGHT, EVENTS, FACTS, TASTES
 from longspan.evaluation.retrieval_metrics import mean_retrieval_scores
-from longspan.evaluation.tasks.longmemeval import LongMemEval
-from longspan.registry import Refused
+from longspan.evaluation.tasks.longmemeval import EXCHANGES, FILLER, LongMemEval
+from longspan.registry import Refused, card
 
 
 def made(n=14, length=1500, **knobs):
@@ -19,6 +23,67 @@ def made(n=14, length=1500, **knobs):
 
 def said(example, role="user"):
     return [example.context[start:end] for start, end in example.meta["spans"] if example.context[start:end].startswith(role)]
+
+
+@functools.cache
+def single():
+    """Forty histories with one session of evidence each: for every session its text, and whether it is the evidence."""
+    return [[(example.context[start:end], [name] == example.meta["evidence_ids"])
+             for name, (start, end) in zip(example.meta["session_ids"], example.meta["documents"])]
+            for example in made(40, 4000, type="single-session-user")]
+
+
+def places(measure):
+    """Where evidence stands, 0 to 1, among the sessions of its history put into order by `measure`."""
+    found = []
+    for sessions in single():
+        values = [measure(text) for text, _ in sessions]
+        own, = (measure(text) for text, evidence in sessions if evidence)
+        found.append((sum(v < own for v in values) + sum(v == own for v in values) / 2) / len(values))
+    return found
+
+
+@pytest.mark.parametrize("measure", [
+    len, lambda text: text.count("\nuser: "), lambda text: text.split(" ")[-1], lambda text: text.split("\n")[0][-5:],
+    lambda text: text.split("\n")[1][:20], lambda text: min(map(len, text.split("\n"))), lambda text: text.split("\n")[0]],
+    ids=["length", "turns", "last word", "time of day", "opener", "shortest line", "date"])
+def test_evidence_can_not_be_told_without_reading(measure):
+    """Over 40 histories the mean place is that of chance, 0.5, within four standard errors of a uniform one."""
+    assert abs(fmean(places(measure)) - 0.5) < 4 * 12**-0.5 / 40**0.5
+
+
+def test_every_session_has_one_everyday_exchange_among_those_about_the_text():
+    for sessions in single():
+        for text, _ in sessions:
+            users = [turn for turn in text.split("\n") if turn.startswith("user: ")]
+            about = [turn for turn in users if turn.removeprefix("user: ").startswith(FILLER)]
+            assert len(users) - len(about) == 1
+            assert len(about) in (*EXCHANGES, 0)
+        assert sum(" 09:00" in text.split("\n")[0] for text, _ in sessions) <= 2
+
+
+def test_everyday_talk_is_about_other_things():
+    rng = random.Random(0)
+    said = {" ".join(chat(rng)) for _ in range(3000)}
+    subjects = [thing.split()[-1] for thing, *_ in FACTS] + [noun for _, noun, _ in ADVICE] + list(EVENTS)
+    subjects += [value for values in BOUGHT.values() for value in values]
+    subjects += ["postcard", "ten kilometres", "team meeting", "German"]
+    values = {value for *_, names in (*FACTS, *ADVICE, *TASTES) for value in names} - set(WEEKDAYS)
+    for sentence in said:
+        assert not [word for word in (*subjects, *values) if word in sentence]
+
+
+def test_sessions_are_the_same_in_a_longer_history():
+    def texts(units):
+        example = LongMemEval().draft(Key("longmemeval", 4000, 0, 3), tiny_tokenizer()).build(units)
+        return {example.context[start:end] for start, end in example.meta["documents"]}
+
+    short, long = texts(20), texts(40)
+    assert len(short - long) <= 1  # the one that was cut
+
+
+def test_the_card_states_how_answers_are_judged():
+    assert "off by one" in card("longmemeval").doc
 
 
 def test_six_types_and_abstention_come_in_turn():

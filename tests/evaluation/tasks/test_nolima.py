@@ -7,12 +7,12 @@ from tiny_tokenizer import tiny_tokenizer
 from longspan.evaluation.tasks.nolima import PAIRS, NoLiMa
 from longspan.registry import Refused
 
-FUNCTION_WORDS = {"a", "an", "the", "in", "of", "to", "at", "on", "for", "is", "has", "been", "and", "that", "which",
-                  "person", "can", "t", "doesn", "nor", "neither", "from", "once", "under"}
+FUNCTION_WORDS = {"a", "an", "the", "in", "of", "to"}
+"""What a needle and its question may share."""
 
 
 @pytest.mark.parametrize("needle,question", PAIRS)
-def test_needle_and_question_share_no_content_word(needle, question):
+def test_needle_and_question_share_no_word_but_articles_and_prepositions(needle, question):
     first, second = (set(re.findall("[a-z]+", text.lower())) - FUNCTION_WORDS for text in (needle, question))
     assert not first & second
     assert needle.count("{name}") == 1
