@@ -18,7 +18,7 @@ def tables(
     family: Annotated[str, typer.Option(help="retrieval, computation, association, or mixed.")] = "mixed",
     serialisation: Annotated[str, typer.Option(help="How tables are written: markdown, csv, json or pairs.")] = "markdown",
     language: Annotated[str, typer.Option(help="Language of tables and questions: en or zh.")] = "en",
-    count: Annotated[int | None, typer.Option("--tables", help="Tables shown, 1 to 30; drawn if left out.")] = None,
+    tables: Annotated[int | None, typer.Option(help="Tables shown, 1 to 30; drawn if left out.")] = None,
     cells: Annotated[int | None, typer.Option(help="About how many cells a question needs; drawn broadly if left out.")] = None,
     reasoning: Annotated[int, typer.Option(help="Tokens for reasoning and answer; 0: the answer is written at once.")] = 0,
     csv: Annotated[list[Path] | None, typer.Option(help="A CSV file of your own to ask about; other tables only fill.")] = None,
@@ -38,7 +38,7 @@ def tables(
 
     if commas := [file for file in csv or [] if "," in str(file)]:
         raise Refused(f"--csv {str(commas[0])!r}: a comma in the name; expected a file without one.")
-    task = TableLong(family=family, serialisation=serialisation, tables=count, cells=cells, language=language,
+    task = TableLong(family=family, serialisation=serialisation, tables=tables, cells=cells, language=language,
                      reasoning=reasoning, csv=",".join(map(str, csv or [])))
     task.text  # noqa: B018 - refuses files that can't be read before a model is loaded
     if pass_rate is not None:

@@ -57,6 +57,18 @@ def test_strings_and_their_kinds():
     assert [kind_of(s) for s in ("apt-get", "1999", "12", "1.5")] == ["name", "date", "number", "number"]
 
 
+def test_options_of_the_same_form_have_signs_or_none():
+    corpus = Aligned("signs", {"en": ("The log is in var/log/daemon.log here.", "The tools apt-get and Debian, users/groups.")})
+    path = spots(corpus, 0)[0]
+    unit = Unit(corpus, 0, 2)
+    assert path.string == "var/log/daemon.log" and same_kind(unit, path) == ["apt-get", "Debian", "tools", "users/groups"]
+    assert same_kind(unit, path, same_form=True) == ["apt-get", "users/groups"]
+    item = word_item(unit, path, "en", options=3, same_form=True)
+    assert set(item.choices.options) == {path.string, "apt-get", "users/groups"}
+    with pytest.raises(Refused, match="4 options: the unit holds 2 strings"):
+        word_item(unit, path, "en", options=4, same_form=True)
+
+
 def test_options_are_of_one_kind():
     item = word()
     spot = next(s for s in legal_words(UNIT, 10) if s.string == item.gold)

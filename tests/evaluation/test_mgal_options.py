@@ -54,6 +54,13 @@ def test_too_many_rotations_are_refused():
 
 
 @pytest.mark.parametrize("said,letter", [(" (C) because", "C"), (" C", "C"), ("C.", "C"), ("The answer is (J)", "J"),
-                                         ("Cats", None), ("(K)", None), ("", None), ("答案是(B)。", "B"), ("B。", "B")])
+                                         ("Cats", None), ("(K)", None), ("", None), ("答案是(B)。", "B"), ("B。", "B"),
+                                         ("(g)", "G"), (" g.", "G"), ("a cat", None), ("(G), so (G)", "G"),
+                                         ("C. A school was built", "C"), ("C. I think", "C")])
 def test_the_letter_is_found(said, letter):
     assert chosen_letter(said, 10) == letter
+
+
+@pytest.mark.parametrize("said", ["(G) (A) (B)", "(G) or (a)", "G A B", "G, A", "G or A", "A/B/C", "G. A. B.", "GAB"])
+def test_more_than_one_letter_is_no_answer(said):
+    assert chosen_letter(said, 10) is None

@@ -90,8 +90,14 @@ def strings(text: str) -> list[str]:
 
 
 @functools.lru_cache(maxsize=1 << 14)
+def _shared(texts: tuple[str, ...]) -> frozenset[str]:
+    """Strings that stand in every one of the texts."""
+    return frozenset.intersection(*(frozenset(strings(text)) for text in texts))
+
+
+@functools.lru_cache(maxsize=1 << 14)
 def _spots(texts: tuple[str, ...], paragraph: int) -> tuple[Spot, ...]:
-    shared = set.intersection(*(set(strings(text)) for text in texts))
+    shared = _shared(texts)
     lower = [text.casefold() for text in texts]
     return tuple(Spot(paragraph, s, kind_of(s)) for s in sorted(shared) if all(t.count(s.casefold()) == 1 for t in lower))
 
@@ -124,22 +130,31 @@ def _lower(unit: Unit, language: str) -> str:
     return unit.text(language).casefold()
 
 
-def same_kind(unit: Unit, spot: Spot) -> list[str]:
-    """Strings of the spot's kind in the unit, shared by all languages; none holds the right one or lies in it."""
+def signed(string: str) -> bool:
+    """Whether it holds signs, as paths, commands and decimals do."""
+    return not string.isalnum()
+
+
+def same_kind(unit: Unit, spot: Spot, same_form: bool = False) -> list[str]:
+    """Strings of the spot's kind in the unit, shared by all languages; none holds the right one or lies in it.
+
+    With `same_form` only those that are `signed` like it: beside plain words a path is known without the document.
+    """
     gold = spot.string.casefold()
     found: dict[str, str] = {}
     for i in range(unit.first, unit.end):
-        texts = [unit.corpus.of(language)[i] for language in unit.corpus.languages]
-        for string in set.intersection(*(set(strings(text)) for text in texts)):
-            own = string.casefold()
-            if kind_of(string) == spot.kind and own not in gold and gold not in own:
+        for string in _shared(tuple(unit.corpus.of(language)[i] for language in unit.corpus.languages)):
+            own, alike = string.casefold(), not same_form or signed(string) == signed(spot.string)
+            if alike and kind_of(string) == spot.kind and own not in gold and gold not in own:
                 found.setdefault(own, string)
     return [found[key] for key in sorted(found)]
 
 
 def word_item(unit: Unit, spot: Spot, language: str, task: str = "word-choice", options: int = 10,
-              pool: Unit | None = None, seed: int = 0) -> Item:
+              pool: Unit | None = None, seed: int = 0, same_form: bool = False) -> Item:
     """The item of a spot; wrong options come from `pool`, the unit itself by default, and are the same in every language.
+
+    `same_form` as in `same_kind`.
 
     Raises:
         Refused: fewer strings of its kind than wrong options; fewer than two options.
@@ -153,7 +168,7 @@ def word_item(unit: Unit, spot: Spot, language: str, task: str = "word-choice", 
     choices = None
     if task == "word-choice":
         pool = pool or unit
-        others = same_kind(pool, spot)
+        others = same_kind(pool, spot, same_form)
         if len(others) < options - 1:
             raise Refused(f"{options} options: the unit holds {len(others)} strings of kind {spot.kind} beside "
                           f"{spot.string!r}; expected at most {len(others) + 1} options.")

@@ -68,7 +68,21 @@ def check_options(count: int) -> None:
 
 
 def chosen_letter(prediction: str, count: int = len(LETTERS)) -> str | None:
-    """The first letter in parentheses, or one that stands alone where the answer begins."""
+    """The only letter in parentheses, of either case, or else one that stands alone where the answer begins.
+
+    None where several different letters are named: that is no choice.
+    """
     known = LETTERS[:count]
-    found = re.search(rf"\(([{known}])\)", prediction) or re.match(rf"[\s(]*([{known}])(?![^\W\d_])", prediction)
-    return found[1] if found else None
+    found = {letter.upper() for letter in re.findall(rf"\(\s*([{known}{known.lower()}])\s*\)", prediction)}
+    if not found and (alone := re.fullmatch(rf"\W*([{known.lower()}])\W*", prediction)):
+        found = {alone[1].upper()}
+    if not found and (first := re.match(rf"[\s(]*([{known}])(?![^\W\d_])", prediction)):
+        found = {first[1], *_more(prediction[first.end() :], known)}
+    return found.pop() if len(found) == 1 else None
+
+
+def _more(rest: str, known: str) -> list[str]:
+    """Letters listed after the first. "C. A school was built" lists none: there A opens the text of the option."""
+    if re.fullmatch(rf"(?:\W*[{known}](?!\w))+\W*", rest):
+        return re.findall(rf"[{known}]", rest)
+    return re.findall(rf"^\W*(?:[,;/&+]|\b(?:and|or)\b)\W*(?!I\s+\w)([{known}])(?!\w)", rest)
