@@ -163,7 +163,7 @@ def teach(size: dict[str, Any], seed: int) -> tuple[Decoder, int]:
     config = TrainConfig(steps=size["most"], lr=TEACH_LR, warmup=min(20, size["most"]), schedule="constant", weight_decay=0.0,
                          log_every=1, seed=seed)
     with suppress(_Taught):
-        Trainer(model, small, config, NextToken(), progress=watch).run()
+        Trainer(model, small, config, NextToken(), progress=watch).run()  # type: ignore[call-arg]
     return model, steps
 
 

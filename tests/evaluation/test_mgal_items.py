@@ -1,3 +1,8 @@
+import os
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 
 from longspan.evaluation.mgal import LANGUAGES, Aligned, Gap, Unit, neighbours, own, restored
@@ -185,3 +190,17 @@ def test_first_words_are_whole():
 def test_ids_name_unit_and_content():
     found = [fill_item(unit, k, "en").id for unit in units(own(), 10) for k in range(unit.first, unit.end)]
     assert len(set(found)) == 40 and found[0] == "paragraph-fill/0-10/0"
+
+
+def test_options_do_not_depend_on_how_strings_are_hashed() -> None:
+    """Of spellings that differ in case only, the same one is taken in every process."""
+    code = """
+from longspan.evaluation.mgal import LANGUAGES, Aligned, Unit
+from longspan.evaluation.mgal.items import same_kind, spots
+text = "The Debian system. Apache, apache, APACHE, Samba, samba, Kernel, kernel, Docker and docker are known."
+corpus = Aligned("made", {language: (text + " " + language,) for language in LANGUAGES})
+print(same_kind(Unit(corpus, 0, 1), next(spot for spot in spots(corpus, 0) if spot.string == "Debian")))
+"""
+    found = {subprocess.run([sys.executable, "-c", code], env=os.environ | {"PYTHONHASHSEED": seed}, capture_output=True, text=True,
+                            check=True, cwd=Path(__file__).parents[2]).stdout for seed in ("1", "2", "3", "4")}
+    assert found == {"['APACHE', 'Docker', 'Kernel', 'known', 'Samba', 'system']\n"}

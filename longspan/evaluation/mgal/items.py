@@ -143,7 +143,7 @@ def same_kind(unit: Unit, spot: Spot, same_form: bool = False) -> list[str]:
     gold = spot.string.casefold()
     found: dict[str, str] = {}
     for i in range(unit.first, unit.end):
-        for string in _shared(tuple(unit.corpus.of(language)[i] for language in unit.corpus.languages)):
+        for string in sorted(_shared(tuple(unit.corpus.of(language)[i] for language in unit.corpus.languages))):
             own, alike = string.casefold(), not same_form or signed(string) == signed(spot.string)
             if alike and kind_of(string) == spot.kind and own not in gold and gold not in own:
                 found.setdefault(own, string)
