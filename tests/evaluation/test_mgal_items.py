@@ -201,6 +201,7 @@ text = "The Debian system. Apache, apache, APACHE, Samba, samba, Kernel, kernel,
 corpus = Aligned("made", {language: (text + " " + language,) for language in LANGUAGES})
 print(same_kind(Unit(corpus, 0, 1), next(spot for spot in spots(corpus, 0) if spot.string == "Debian")))
 """
-    found = {subprocess.run([sys.executable, "-c", code], env=os.environ | {"PYTHONHASHSEED": seed}, capture_output=True, text=True,
-                            check=True, cwd=Path(__file__).parents[2]).stdout for seed in ("1", "2", "3", "4")}
+    here = Path(__file__).parents[2]
+    found = {subprocess.run([sys.executable, "-c", code], env=os.environ | {"PYTHONHASHSEED": seed}, capture_output=True,
+                            text=True, check=True, cwd=here).stdout for seed in ("1", "2", "3", "4")}
     assert found == {"['APACHE', 'Docker', 'Kernel', 'known', 'Samba', 'system']\n"}
