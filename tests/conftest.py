@@ -28,3 +28,21 @@ def pytest_configure(config):
             load_file(file)
         except Refused as refusal:
             raise pytest.UsageError(str(refusal)) from None
+
+
+@pytest.fixture
+def call(monkeypatch, capsys):
+    """Run ``longspan WORDS``: (exit code, standard output, standard error)."""
+    from longspan import cli
+
+    def run(*words: str) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["longspan", *words])
+        try:
+            cli.main()
+            code = 0
+        except SystemExit as stop:
+            code = int(stop.code or 0)
+        out, err = capsys.readouterr()
+        return code, out, err
+
+    return run

@@ -3,34 +3,16 @@
 from __future__ import annotations
 
 import json
-import sys
 
 import pytest
 from tiny_folder import write_tiny_folder
 
-from longspan import cli, registry
+from longspan import registry
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     return str(write_tiny_folder(tmp_path_factory.mktemp("model") / "tiny"))
-
-
-@pytest.fixture
-def call(monkeypatch, capsys):
-    """Run a command: (exit code, standard output, standard error)."""
-
-    def run(*words: str) -> tuple[int, str, str]:
-        monkeypatch.setattr(sys, "argv", ["longspan", *words])
-        try:
-            cli.main()
-            code = 0
-        except SystemExit as stop:
-            code = int(stop.code or 0)
-        out, err = capsys.readouterr()
-        return code, out, err
-
-    return run
 
 
 def test_compare_gives_one_json_document(call, folder):

@@ -15,7 +15,7 @@ import torch
 from docs_pages import ROOT, shell_lines
 from tiny_folder import write_tiny_folder
 
-from longspan import cli, registry
+from longspan import registry
 
 PAGE = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
 SOURCE = next(body for body in re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL) if "@method(" in body)
@@ -38,23 +38,6 @@ def file(tmp_path_factory) -> Path:
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory) -> Path:
     return write_tiny_folder(tmp_path_factory.mktemp("model") / "tiny")
-
-
-@pytest.fixture
-def call(monkeypatch, capsys):
-    """Run a command: (exit code, standard output, standard error)."""
-
-    def run(*words: str) -> tuple[int, str, str]:
-        monkeypatch.setattr(sys, "argv", ["longspan", *words])
-        try:
-            cli.main()
-            code = 0
-        except SystemExit as stop:
-            code = int(stop.code or 0)
-        out, err = capsys.readouterr()
-        return code, out, err
-
-    return run
 
 
 def as_shown(command: str, file: Path) -> list[str]:

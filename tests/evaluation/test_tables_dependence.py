@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import math
-import sys
 
 import numpy as np
 import pytest
 
-from longspan import cli
 from longspan.evaluation.tables import (
     Coding,
     Column,
@@ -284,20 +283,8 @@ def test_row_names_and_tables_that_do_not_fit_are_left_out():
 
 
 @pytest.fixture
-def call(monkeypatch, capsys):
-    """Run the verb: (exit code, standard output, standard error)."""
-
-    def run(*words: str) -> tuple[int, str, str]:
-        monkeypatch.setattr(sys, "argv", ["longspan", "dependence", *words])
-        try:
-            cli.main()
-            code = 0
-        except SystemExit as stop:
-            code = int(stop.code or 0)
-        out, err = capsys.readouterr()
-        return code, out, err
-
-    return run
+def call(call):
+    return functools.partial(call, "dependence")
 
 
 @pytest.fixture

@@ -1,6 +1,6 @@
+import functools
 import json
 import random
-import sys
 from dataclasses import replace
 
 import pytest
@@ -8,7 +8,6 @@ from tables_read_back import read_back
 from tiny_folder import write_tiny_folder
 from tiny_tokenizer import tiny_tokenizer
 
-from longspan import cli
 from longspan.evaluation import parse_task
 from longspan.evaluation.base import answer_text, total_length
 from longspan.evaluation.tables.command import row_of, summary
@@ -170,18 +169,8 @@ def test_summary_has_pass_rates_by_family():
 
 
 @pytest.fixture
-def call(monkeypatch, capsys):
-    def run(*words):
-        monkeypatch.setattr(sys, "argv", ["longspan", "tables", *words])
-        try:
-            cli.main()
-            code = 0
-        except SystemExit as stop:
-            code = int(stop.code or 0)
-        out, err = capsys.readouterr()
-        return code, out, err
-
-    return run
+def call(call):
+    return functools.partial(call, "tables")
 
 
 def test_the_command_writes_json_lines(call, folder, tmp_path, own):
