@@ -5,13 +5,14 @@ from __future__ import annotations
 import signal
 import sys
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 from tiny_folder import write_tiny_folder
 
 from longspan import registry
 from longspan.evaluation.sweeps import Folder, Grid, command, engines, read_status, sweep
-from longspan.evaluation.sweeps.engines import attempt_elsewhere
+from longspan.evaluation.sweeps.engines import at_once, attempt_elsewhere
 from longspan.registry import Refused
 
 QUALITY = ("recipe", "task", "length", "seed", "index", "prediction", "score", "answer_nll", "cache_bytes", "prompt_tokens")
@@ -47,6 +48,11 @@ def test_files_travel_and_another_machine_must_be_the_same(grid, monkeypatch):
     assert first[0]["rows"][0]["score"] == second[0]["rows"][0]["score"] and "failed" not in first[0]
     assert "another longspan, other weights or other libraries" in attempt_elsewhere([(data, "0" * 32)], files)[0]["failed"]
     assert "no such folder" in attempt_elsewhere([(data | {"model": "nowhere/tiny"}, key)], files)[0]["failed"]
+
+
+def test_workers_hold_on_a_cluster_of_others_too():
+    ray = SimpleNamespace(cluster_resources=lambda: {"CPU": 8.0})
+    assert [at_once(ray, *asked) for asked in ((3, "auto"), (None, "auto"), (3, None))] == [3, 16, 16]
 
 
 def test_without_ray(tmp_path, grid, monkeypatch):

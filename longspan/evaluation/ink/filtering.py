@@ -22,7 +22,6 @@ from longspan.evaluation.ink.construction import Mix, Nested, hard_count
 from longspan.registry import Refused
 
 MOST_HARD, LEAST_HARD = 0.8, 0.2
-FIXED = (0.2, 0.5, 0.8)
 
 
 @dataclass(frozen=True)

@@ -185,9 +185,7 @@ def on_ray(work: Sequence[Bundle], workers: int | None, address: str | None) -> 
         waiting: deque[Bundle] = deque(work)
         under_way: dict[Any, Bundle] = {}
         while waiting or under_way:
-            # A few in reserve, so that no worker waits for the driver; machines may join and leave meanwhile.
-            most = 2 * (workers if workers and not address else int(ray.cluster_resources().get("CPU", 1)))
-            while waiting and len(under_way) < most:
+            while waiting and len(under_way) < at_once(ray, workers, address):
                 cells = waiting.popleft()
                 under_way[remote.remote([(cell.as_json(), cell.key) for cell in cells], files)] = cells
             for reference in ray.wait(list(under_way), timeout=10)[0]:
@@ -205,6 +203,14 @@ def on_ray(work: Sequence[Bundle], workers: int | None, address: str | None) -> 
     finally:
         if began:
             ray.shutdown()
+
+
+def at_once(ray: Any, workers: int | None, address: str | None) -> int:
+    """How many pieces of work Ray is given: as many as asked of somebody's cluster, else a few more than it has processors.
+
+    Those in reserve save workers from waiting for the driver; machines may join and leave meanwhile.
+    """
+    return workers if workers and address else 2 * int(ray.cluster_resources().get("CPU", 1))
 
 
 def _join(ray: Any, workers: int, address: str | None) -> None:

@@ -12,8 +12,6 @@ from dataclasses import dataclass
 from longspan.evaluation.tables.pool import Database, Value
 
 FAMILIES = ("retrieval", "computation", "association")
-AGGREGATES = ("count", "sum", "avg", "min", "max")
-COMPARISONS = ("=", "<>", "<", "<=", ">", ">=")
 
 
 @dataclass(frozen=True)
